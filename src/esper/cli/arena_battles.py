@@ -26,18 +26,20 @@ if TYPE_CHECKING:
     from esper.rl.policy import Policy
 
 
-MAPS_OF_COMMANDS = "commands"  # purpose of their maps, which no training and no evaluation during a training uses
-_OBSERVED = ("contacts", "allies", "state_view")  # fields of an arena that shape its observations
+MAPS_OF_COMMANDS = "commands"  # purpose that the maps of commands are drawn for; no training uses their maps
+_OBSERVED = ("contacts", "allies", "state_view")  # fields of an arena that determine the layout of its observations
 
 
 class MatchPlayer(NamedTuple):
+    """A player of a match."""
+
     name: str  # as the user gave it
     player: str | Policy  # the name of a bot, or a policy
     arena: ArenaConfig | None = None  # arena of its training
 
 
 def find_player(text: str, *, device: torch.device) -> MatchPlayer:
-    """Return the player that a word names: a bot, RUN (its best player), RUN:latest, RUN:member of its league, or a file of a member."""
+    """Return the player that a word names: a bot, RUN (its best player), RUN:latest, RUN:member of its league, or a member's file."""
     if text in ANCHORS:
         return MatchPlayer(text, text)
     path = Path(text)
@@ -109,9 +111,9 @@ def check_fits(arena: ArenaConfig, players: list[MatchPlayer]) -> None:
         for name in fields:
             was, given = getattr(trained, name), getattr(arena, name)
             if was != given:
-                why = "whose network reads the whole battle" if name == "team_size" else "so that its units observe other things"
+                why = "whose network reads the whole battle" if name == "team_size" else "which changes its observations"
                 problem = f"it was trained with arena.{name} {_text(was)}, {why}, and this arena has {_text(given)}"
-                raise CommandError(f"{player.name} cannot fight here: {problem}; let players meet that have the same {', '.join(fields)}")
+                raise CommandError(f"{player.name} cannot fight here: {problem}; choose players with the same {', '.join(fields)}")
 
 
 def _text(value: object) -> str:
@@ -120,7 +122,7 @@ def _text(value: object) -> str:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn errors that the user has to put right, and broken files, into one line."""
+    """Turn mistakes of the user, and damaged files, into a CommandError of one line."""
     from esper.league.league import LeagueError
     from esper.replay_file import ReplayError
     from esper.runs import CheckpointError
@@ -136,6 +138,7 @@ def user_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def memory_errors(arena: ArenaConfig) -> Iterator[None]:
+    """Turn a lack of GPU memory into a CommandError that advises fewer battles."""
     import torch
 
     try:
@@ -159,6 +162,8 @@ ActionChoice = Literal["likeliest", "drawn"]
 
 
 class PlayedMatch(NamedTuple):
+    """Result of a match, and its replay."""
+
     result: MatchResult
     wants_replay: bool
     replay: Path | None  # of a battle that the first player won
@@ -170,7 +175,8 @@ def play_match(
 ) -> PlayedMatch:  # fmt: skip
     """Play a match, and record one battle if a file or folder for it is given.
 
-    Policies take the likeliest actions, as in the evaluations of their training; with `draw`, they draw them."""
+    Policies take the likeliest actions, as in the evaluations of their training; with `draw`, they draw them.
+    """
     from esper.league.matches import MatchArena, play_and_record, seed_of_unseen_maps
 
     path = None if replay is None else _replay_file(replay, first, second)
@@ -241,6 +247,7 @@ def describe_arena(arena: ArenaConfig) -> str:
 
 
 def print_match(played: PlayedMatch) -> None:
+    """Print the result of a match, from the view of the first player."""
     result = played.result
     battles = result.record.battles
     print(f"score            {result.record.in_words()}")
@@ -259,6 +266,7 @@ def print_match(played: PlayedMatch) -> None:
 
 
 def match_json(played: PlayedMatch, arena: ArenaConfig) -> dict[str, Any]:
+    """Return the result of a match for `--json`."""
     result = played.result
     return {
         "team_size": arena.team_size,

@@ -1,4 +1,4 @@
-"""`esper arena bench`: how fast battles are fought on this machine."""
+"""`esper arena bench` measures how fast battles are fought on this machine."""
 
 from __future__ import annotations
 

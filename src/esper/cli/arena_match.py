@@ -205,16 +205,19 @@ def _round_robin(league: League, config: ArenaTrainConfig, arguments: LeagueArgu
 
 
 def _left(began: float, done: int, total: int) -> str:
+    """Return the estimated time left, or an empty text after the last match."""
     from esper.text_table import duration
 
     return f"  {duration((time.monotonic() - began) / done * (total - done))} left" if done < total else ""
 
 
 def _players(league: League) -> list[str]:
+    """Return the players of a league: newest member first, then the anchors in reverse order."""
     return [*reversed(league.members), *reversed(league.anchors)]
 
 
 def _pairs(league: League) -> str:
+    """Return a table of the scores of every player against every other."""
     from esper.text_table import aligned
 
     names = _players(league)

@@ -1,4 +1,4 @@
-"""What a user sees while players are trained in the arena."""
+"""The progress of self-play in the arena, as the terminal shows it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from esper.runs.folder import EVENTS
 from esper.text_table import duration
 
 _RECENT_ROUNDS = 10  # rounds whose battles are shown
-_NOT_SHOWN = ("self", "learner")  # a player scores one half against itself
+_NOT_SHOWN = ("self", "learner")  # opponents whose score says nothing: a player scores one half against itself
 _PAST = "past selves"
 
 
 class ArenaProgress(ppo_progress.PPOProgress):
-    """Progress of self-play. `members` are the members of the league at the start; `ends_at` is the monotonic time of the last update."""
+    """Progress of self-play. `members` are the members of the league at the start; `ends_at` is the monotonic time at which it stops."""
 
     def __init__(self, members: Iterable[str] = (), *, ends_at: float | None = None) -> None:
         super().__init__()
@@ -63,13 +63,14 @@ class ArenaProgress(ppo_progress.PPOProgress):
 
     @property
     def seconds_left(self) -> float:
-        """Estimate by the wall clock: evaluations at checkpoints may take longer than the updates between them."""
+        """Return the seconds until the last step, estimated by the wall clock, because evaluations may take longer than updates."""
         if self.started is None or self.update is None:
             return math.nan
         return max(0, self.started.total_steps - self.update.step) * self._seconds_per_step
 
     @property
     def time_left(self) -> float:
+        """Return the seconds left until the last step, or until the time limit if that is earlier."""
         return self.seconds_left if self.ends_at is None else min(self.seconds_left, max(0.0, self.ends_at - time.monotonic()))
 
     @property

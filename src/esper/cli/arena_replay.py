@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from esper.replay_file import ReplayFile, ReplayInfo
 
 
-DESCRIPTION = """Says what is in a replay: who fought, where, how long, who won, and what happened. Of a run's folder it lists the replays.
+DESCRIPTION = """Says what is in a replay: who fought, where, how long, who won, and what happened. For a run's folder, lists its replays.
 
   esper arena replay runs/arena-.../replays/won.safetensors --verify
 
@@ -64,6 +64,7 @@ def _listed(folder: Path, prog: str) -> CommandResult:
 
 
 def _shown(path: Path, arguments: ReplayArguments) -> CommandResult:
+    """Print one replay, and verify it if asked."""
     from esper.replay_file import read_replay
 
     replay = read_replay(path)
@@ -84,13 +85,14 @@ def _shown(path: Path, arguments: ReplayArguments) -> CommandResult:
 
     found = verify(path, _device(info, arguments.device))
     print(f"verify      {found.message}")
-    wrong = {"frames": found.checked, "first_wrong_frame": found.first_wrong_frame}
-    result["verified"] = {"ok": found.ok, "device_matches": found.device_matches, **wrong, "message": found.message}
-    is_unknown = not found.device_matches and found.checked > 0  # else the file itself is wrong, on every device
+    frames = {"frames": found.checked, "first_wrong_frame": found.first_wrong_frame}
+    result["verified"] = {"ok": found.ok, "device_matches": found.device_matches, **frames, "message": found.message}
+    is_unknown = not found.device_matches and found.checked > 0  # no frame is checked if the file contradicts itself, on any device
     return CommandResult(result, OK if found.ok or is_unknown else FAILED)
 
 
 def _device(info: ReplayInfo, wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    """Return the device to verify on; for "auto" one of the kind that the replay was recorded on, else the CPU."""
     import torch
 
     from esper.arena.replay import device_kind

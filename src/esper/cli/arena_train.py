@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from esper.rl.training import RunResult
 
 
-_ALIASES = ("size", "gamma")  # see `train_words`
+_ALIASES = ("size", "gamma")  # options that `train_words` replaces
 _Flag = tyro.conf.FlagCreatePairsOff[bool]
 
 
@@ -126,6 +126,7 @@ def _dry_run(config: ArenaTrainConfig, group: Group, *, begins: bool) -> Command
 
 
 def _battles_by_opponent(env: SelfPlay) -> dict[str, int]:
+    """Return the number of battles against each bot, past selves and itself."""
     from esper.league.opponents import is_slot
 
     counts: dict[str, int] = {}
@@ -173,7 +174,7 @@ def _members(folder: Path) -> tuple[str, ...]:
 
 
 def _evaluated(folder: Path, config: ArenaTrainConfig) -> PolicyEvaluation | None:
-    """Evaluate the best player of a run that ended by the clock. For a run that ends by its steps, this is in the `RunResult`."""
+    """Evaluate the best player of a run that ended by the clock. For a run that ends by its steps, the `RunResult` has the evaluation."""
     from esper.devices import find_device
     from esper.league.training import BotEvaluator, load_player
 
@@ -204,8 +205,8 @@ def _print_summary(
     if result.status == "stopped":
         print(f"a checkpoint is saved; {how_to_resume('arena train', result.folder)}")
     if ended_by_clock:
-        slow = f"learning rate and entropy follow --total-steps, {config.total_steps:,} here, and had not come to their end"
-        print(f"next time        {slow}; as long a run takes about --total-steps {_rounded(result.step)}")
+        unfinished = f"learning rate and entropy follow --total-steps, {config.total_steps:,} here, and had not come to their end"
+        print(f"next time        {unfinished}; as long a run takes about --total-steps {_rounded(result.step)}")
     if ended_by_clock or result.status != "stopped":
         print(f"how good is it   esper arena eval {folder} --against {config.eval_against}")
         print(f"see it fight     esper arena eval {folder} --battles 16 --replay {folder} && esper arena watch {folder}")

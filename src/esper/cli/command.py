@@ -1,4 +1,4 @@
-"""Shared by all commands: their result, their errors and exit codes, the failures of a training, dry runs, and groups of processes."""
+"""Parts that commands share: results, errors and exit codes, failures of a training, dry runs, and groups of processes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,16 @@ if TYPE_CHECKING:
 
 OK, FAILED, USAGE = 0, 1, 2  # exit codes; a signal ends with INTERRUPTED or TERMINATED
 
-# Errors that the name or folder given by the user causes.
+# File errors that are mistakes of the user: the name or folder cannot be used.
 _MISTAKES = frozenset({errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EROFS, errno.ELOOP})
+
+# Advice after a file error: what the user has to do before the run can go on.
+_REMEDIES = {
+    errno.ENOSPC: "free some space, then ",
+    errno.EDQUOT: "free some space, then ",
+    errno.EACCES: "change its permissions, then ",
+    errno.EPERM: "change its permissions, then ",
+}
 
 GLOBAL_HELP = """On every command:
   --json      the last line of the output is a JSON object with the result, or {"error": ...}
@@ -52,16 +60,8 @@ def code_of(error: OSError) -> int:
     return USAGE if error.errno in _MISTAKES or error.errno is None else FAILED
 
 
-# Advice on what to do before the run can go on.
-_FIRST = {
-    errno.ENOSPC: "free some space, then ",
-    errno.EDQUOT: "free some space, then ",
-    errno.EACCES: "change its permissions, then ",
-    errno.EPERM: "change its permissions, then ",
-}
-
-
 def how_to_resume(command: str, folder: Path) -> str:
+    """Return the advice with the command that continues a run."""
     return f"go on with: esper {command} --resume --run {shlex.quote(str(folder))}"
 
 
@@ -83,16 +83,17 @@ def failures(
 ) -> Iterator[None]:
     """Turn the errors of a training into a CommandError that says what is left and how to go on.
 
-    `errors` may end a training of this command; they pass through if the training has not begun. A folder without the file `saved` holds
-    no run: if none can be made there, the user has to choose another one. A run whose files fail has failed.
+    `errors` are those that may end a training of this command; they pass through if the training has not begun. The folder holds a run if
+    it has the file `saved`, and the run has begun then, unless `has_begun` decides. After a file error, a run has failed; where there is no
+    run yet, the user has to choose another folder.
     """
     from esper.rl.ppo import TrainingStopped
     from esper.runs import CheckpointError, EventError
 
-    def is_there(folder: Path) -> bool:
+    def holds_a_run(folder: Path) -> bool:
         return (folder / saved).exists()
 
-    has_begun = has_begun or is_there
+    has_begun = has_begun or holds_a_run
     try:
         yield
     except CheckpointError as error:
@@ -109,8 +110,8 @@ def failures(
         if error.errno == errno.ENOENT and not folder.exists():
             lost = f"the folder {folder} was removed or renamed during the training, so the run cannot go on; start a new one"
             raise CommandError(lost, exit_code=FAILED) from error
-        if is_there(folder):
-            what_next = f"{_FIRST.get(error.errno or 0, '')}{how_to_resume(command, folder)}"
+        if holds_a_run(folder):
+            what_next = f"{_REMEDIES.get(error.errno or 0, '')}{how_to_resume(command, folder)}"
             raise CommandError(f"the run in {folder} cannot go on: {reason_of(error)}; {what_next}", exit_code=FAILED) from error
         what_next = "choose another folder with --run"
         raise CommandError(f"no run can be made in {folder}: {reason_of(error)}; {what_next}", exit_code=code_of(error)) from error
@@ -126,7 +127,6 @@ def in_group(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Group]:
     """Join the group of processes that torchrun started, if it did. Only rank 0 writes to the standard output and reports errors."""
     from esper.devices import find_device
     from esper.parallel import FirstRankFailed, GroupError, joined
-    from esper.runs.folder import RunError
 
     try:
         with joined(find_device(device)) as group:
@@ -140,7 +140,7 @@ def in_group(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Group]:
 
 
 def show_plan(config: Config, figures: dict[str, Any], more: str = "") -> CommandResult:
-    """Print what `--dry-run` shows: every setting, the figures of the run, and whatever else there is to tell."""
+    """Print what `--dry-run` shows: every setting, the figures of the run, and the text `more`."""
     rows = describe(config)
     width = max(len(name) for name, _, _ in rows)
     for name, value, _ in rows:
@@ -154,6 +154,7 @@ def show_plan(config: Config, figures: dict[str, Any], more: str = "") -> Comman
 
 
 def _in_words(value: object) -> str:
+    """Return a figure as text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):

@@ -56,7 +56,7 @@ DESCRIPTION = """Compares controllers on the same networks with the same data or
 
   esper controller compare --controllers never,random,schedule,heuristic,runs/first/controller.safetensors --task digits --seeds 20
 
-The first file is what all others are held against, with paired 95 % intervals and p values after Holm. The hosts' seeds were never trained
+The first file is compared with all others, with paired 95 % intervals and p values after Holm. The hosts' seeds were never trained
 on. Utility is the nats of test loss gained over the host that never grows, less the rent; there is a table for each level of rent. Small
 hosts trained longer and the final size from the start, both at the same FLOPs, take part too; --sweep 2-4-8 4-8-16 ... adds static sizes.
 --task and --host may be given several times. With --json, the last line holds all runs."""
@@ -66,11 +66,11 @@ def run(argv: list[str], prog: str) -> CommandResult:
     words = compare_words(argv)
     config = parse(CompareArguments, words, prog, default=compare_defaults(words), description=DESCRIPTION).settings()
     with _user_errors():
-        load = _checked(config)
+        load_task = _checked(config)
         from esper.controller.compare import compare
 
         with CompareProgress(sys.stdout) as progress:
-            comparison = compare(config, load, on_progress=progress.add)
+            comparison = compare(config, load_task, on_progress=progress.add)
     print(f"\n{comparison.tables()}")
     return CommandResult(comparison.to_builtins())
 
@@ -93,16 +93,16 @@ def _checked(config: CompareConfig) -> Callable[[str], Task]:
             )
             raise CommandError(f"no controller is named {name!r}; {hint}")
         load_controller(name)
-    load = functools.cache(functools.partial(load_task_from, config.data_dir))
-    for task in map(load, config.tasks):
+    load_task = functools.cache(functools.partial(load_task_from, config.data_dir))
+    for task in map(load_task, config.tasks):
         for host in (*config.hosts, *config.sweep):
             task.make_host(host, seed=0)
-    return load
+    return load_task
 
 
 @contextlib.contextmanager
 def _user_errors() -> Iterator[None]:
-    """Turn errors that the user has to put right into one line."""
+    """Turn mistakes of the user into a CommandError of one line."""
     from esper.controller.learned import ControllerError
     from esper.fleet.config import FleetError
     from esper.growth.config import GrowthError

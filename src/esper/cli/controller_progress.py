@@ -1,4 +1,4 @@
-"""What a user sees while a controller is trained."""
+"""The progress of training a controller, as the terminal shows it."""
 
 from __future__ import annotations
 

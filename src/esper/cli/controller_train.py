@@ -54,7 +54,7 @@ DESCRIPTION = """Trains a controller, which decides when, where and what network
   esper grow --task digits --controller runs/controller-.../controller.safetensors
 
 It decides for many small networks at once, drawn anew again and again: tasks, widths, horizons, noise and rents differ (--domain.*). Each
-is held against a twin with the same first weights and data that never grows; the controller is paid what growing gained, less the rent. In
+is compared with a twin with the same first weights and data that never grows; the controller is paid what growing gained, less the rent. In
 a round it makes --num-steps decisions for each host, and then learns from them. Ctrl-C stops after the round, which may take minutes,
 with a checkpoint.
 

@@ -1,4 +1,4 @@
-"""`esper doctor`: is everything there that esper needs, and how to get what is not."""
+"""`esper doctor` shows what is installed, which devices there are, and how to install what is missing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(argv: list[str], prog: str) -> CommandResult:
     _line("esper", f"{esper.__version__}")
     _line("python", f"{platform.python_version()} ({sys.executable})")
     for name, version in versions.items():
-        _line(name, version or "MISSING; install it with: pip install esper")
+        _line(name, version or "MISSING; install it with: pip install esper-grow")
     for extra, is_there in extras.items():
         found = ", ".join(f"{name} {_version(name)}" for name in EXTRAS[extra])
         _line(f"extra {extra}", found if is_there else f"not installed; get it with: pip install 'esper-grow[{extra}]'")
@@ -65,6 +65,7 @@ def _line(name: str, text: str) -> None:
 
 
 def _version(name: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

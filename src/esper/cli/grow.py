@@ -50,12 +50,13 @@ def with_long_names(argv: list[str]) -> list[str]:
 
 
 def _saved_config(folder: str | None, path: str | None) -> GrowTaskConfig:
+    """Return the config of the run in a folder; `path` is the value of --config, which must not be given."""
     if folder is None:
         raise CommandError("--resume needs the folder of the run: --run RUN")
     if path is not None:
         raise CommandError("--resume reads the config of the run; leave --config out")
     place = Path(folder)
-    if (place / CONFIG).exists() or not (place / GROW).exists():  # a run killed between the two files begins from the start
+    if (place / CONFIG).exists() or not (place / GROW).exists():  # a run that was killed before CONFIG was written begins anew
         check_run(place, "growth")
     if not (place / GROW).is_file():
         raise CommandError(
@@ -127,7 +128,7 @@ def _grow(arguments: GrowArguments) -> CommandResult:
 
 @contextlib.contextmanager
 def _user_errors() -> Iterator[None]:
-    """Turn errors that the user has to put right into one line."""
+    """Turn mistakes of the user into a CommandError of one line."""
     from esper.experiment import UserCodeError
     from esper.growth.config import GrowthError
     from esper.runs.folder import RunError

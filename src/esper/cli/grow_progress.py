@@ -1,4 +1,4 @@
-"""What a user sees while a model grows."""
+"""The progress of a growing model, as the terminal shows it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from esper.cli import progress
-from esper.growth.events import (
-    ActionRefused,
-    GrowthFinished,
-    SlotView,
-    StageEntered,
-)
+from esper.growth.events import ActionRefused, GrowthFinished, SlotView, StageEntered
 from esper.growth.lifecycle.ledger import gain_in_words
 from esper.growth.lifecycle.stages import OCCUPIED, Stage
 from esper.growth.report.story import Remark

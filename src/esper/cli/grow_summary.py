@@ -1,4 +1,4 @@
-"""What is said when a run of `esper grow` is over: on the terminal, and as JSON."""
+"""The summary of a run of `esper grow` that is over: on the terminal, and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`esper`: finds the command, runs it, and turns whatever happens into an exit code.
+"""`esper`: finds the command, runs it, and turns its result or error into an exit code.
 
 Exit codes: 0 fine, 1 the run failed, 2 the user's mistake, 130 after Ctrl-C, 143 after SIGTERM.
 """
@@ -28,13 +28,15 @@ _OUTPUT_FAILS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO, e
 
 
 class Command(NamedTuple):
+    """Where a command is implemented, and its line in the overview."""
+
     module: str  # imported when the command is run
     help: str
     function: str = "run"  # of the module: run(argv, prog) returns a CommandResult
 
 
 COMMANDS = {
-    "doctor": Command("esper.cli.doctor", "what is installed, which devices there are, and what is missing"),
+    "doctor": Command("esper.cli.doctor", "show what is installed, which devices there are, and what is missing"),
     "grow": Command("esper.cli.grow", "train a model and grow it where that pays; go on with a run"),
     "grow report": Command("esper.cli.grow", "write the report of a run again, also of one that was killed", "run_report"),
     "controller train": Command("esper.cli.controller_train", "train a controller that decides what grows; go on with a run"),
@@ -43,12 +45,12 @@ COMMANDS = {
     "ppo eval": Command("esper.cli.ppo_eval", "play fresh episodes with the policy of a run"),
     "ppo envs": Command("esper.cli.ppo_eval", "list the built-in environments", "run_envs"),
     "arena train": Command("esper.cli.arena_train", "train a player for team battles by self-play; go on with a run"),
-    "arena eval": Command("esper.cli.arena_match", "battles of a run's player against a scripted bot", "run_eval"),
-    "arena match": Command("esper.cli.arena_match", "battles between any two: bots, runs, members of their leagues"),
+    "arena eval": Command("esper.cli.arena_match", "play battles of a run's player against a scripted bot", "run_eval"),
+    "arena match": Command("esper.cli.arena_match", "play battles between any two: bots, runs, members of their leagues"),
     "arena league": Command("esper.cli.arena_match", "show the ratings of a run's league", "run_league"),
-    "arena replay": Command("esper.cli.arena_replay", "what is in a replay, and whether it can be computed again"),
+    "arena replay": Command("esper.cli.arena_replay", "show what is in a replay, and compute it again to verify it"),
     "arena watch": Command("esper.cli.arena_replay", "play a replay in the browser", "run_watch"),
-    "arena bench": Command("esper.cli.arena_bench", "how fast battles are fought on this machine"),
+    "arena bench": Command("esper.cli.arena_bench", "measure how fast battles are fought on this machine"),
 }
 
 
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except OSError as error:  # the output cannot be written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries again when it ends
-        if not isinstance(error, BrokenPipeError):  # the reader has gone, so nobody would see a message
+        if not isinstance(error, BrokenPipeError):  # after a broken pipe nobody would see a message
             from esper.files import reason_of
 
             _print_error(f"error: the output cannot be written: {reason_of(error)}; send it elsewhere, or free some space")
@@ -82,10 +84,10 @@ def _prepare_streams() -> None:
 
 
 def _result_of(arguments: list[str], *, wants_debug: bool) -> tuple[dict[str, Any] | None, int]:
-    """Run the command; return what `--json` prints, None after help, and the exit code."""
+    """Run the command. Return the result that `--json` prints, None after help, and the exit code."""
     try:
-        outcome = _dispatch(arguments)
-        return outcome.result, outcome.exit_code
+        command_result = _dispatch(arguments)
+        return command_result.result, command_result.exit_code
     except SystemExit as stop:  # tyro has printed the help
         return None, OK if stop.code is None else int(stop.code)
     except (Exception, KeyboardInterrupt) as error:
@@ -112,6 +114,7 @@ def _take(arguments: list[str], flag: str) -> bool:
 
 
 def _dispatch(arguments: list[str]) -> CommandResult:
+    """Run the command that the first one or two words name, or print help."""
     if arguments == ["--version"]:
         print(f"esper {esper.__version__}")
         return CommandResult({"version": esper.__version__})
@@ -126,11 +129,13 @@ def _dispatch(arguments: list[str]) -> CommandResult:
 
 
 def function_of(command: Command) -> Callable[[list[str], str], CommandResult]:
+    """Import the module of a command and return its function."""
     function: Callable[[list[str], str], CommandResult] = getattr(importlib.import_module(command.module), command.function)
     return function
 
 
 def _help_or_mistake(words: list[str], arguments: list[str]) -> CommandResult:
+    """Print the overview of all commands or of one group, or raise CommandError for a word or flag that is none of them."""
     group = words[0] if words and any(name.startswith(f"{words[0]} ") for name in COMMANDS) else ""
     unknown = words[1:] if group else words
     if unknown:
@@ -142,15 +147,16 @@ def _help_or_mistake(words: list[str], arguments: list[str]) -> CommandResult:
     if flags:
         raise CommandError(f"{flags[0]!r} needs a command before it; see: esper --help")
     print(_overview(group))
-    return CommandResult({"commands": _named(group)}, OK)
+    return CommandResult({"commands": _names_in(group)}, OK)
 
 
-def _named(group: str) -> list[str]:
+def _names_in(group: str) -> list[str]:
+    """Return the commands of a group, or all commands if the group is empty."""
     return [name for name in COMMANDS if not group or name.startswith(f"{group} ")]
 
 
 def _overview(group: str) -> str:
-    names = _named(group)
+    names = _names_in(group)
     lines = [f"usage: esper {group + ' ' if group else ''}COMMAND [--help] ...", "", "Commands:"]
     lines += [f"  {name:<{max(map(len, names))}}  {COMMANDS[name].help}" for name in names]
     lines += ["", GLOBAL_HELP]
@@ -192,6 +198,7 @@ def _json(result: object) -> str:
 
 
 def _printable(value: Any) -> Any:
+    """Return nested values with every text made printable as UTF-8."""
     from esper.files import printable
 
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Turns words on the command line into a typed config. tyro does it, with two additions.
+"""Parse the command line into a typed config: tyro, with two additions.
 
 `--config FILE.toml` changes the defaults, and the path of a nested option may be left out where its last name is unique:
 `--seed 3` means `--ppo.seed 3`.
@@ -22,10 +22,11 @@ from esper.runs.folder import CONFIG, Kind
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
-# How tyro prints a ConfigError: the config that could not be built (our class, or the dotted name of a nested one), the field, the rule.
+# A ConfigError as tyro prints it: the config that could not be built (our class, or the dotted name of a nested one), the field, the rule.
 _RULE = re.compile(r"Error parsing ([\w.-]+): ([\w.]+)[\w.\[\]]*?: (expected .*?) For full helptext")
 
-_TITLE = re.compile(r"\A(╭─.*|.*\n *-{3,} *)\n")  # of tyro's box: in its upper edge, or above a line where there are only plain characters
+# Title of tyro's box: in its upper edge or, where only plain characters are printed, above a line of dashes.
+_TITLE = re.compile(r"\A(╭─.*|.*\n *-{3,} *)\n")
 
 
 def parse(arguments_type: type[ConfigT], argv: list[str], prog: str, *, default: ConfigT | None = None, description: str) -> ConfigT:
@@ -55,7 +56,7 @@ def settings_of(arguments: Config, config_type: type[ConfigT]) -> ConfigT:
 
 
 def take_option(argv: list[str], name: str) -> str | None:
-    """Remove `name VALUE` or `name=VALUE` from the arguments; return the value."""
+    """Remove the first `name VALUE` or `name=VALUE` from the arguments, in place. Return the value, or None."""
     for index, word in enumerate(argv):
         if word == name:
             if index + 1 == len(argv):
@@ -82,6 +83,7 @@ def short_names(config_type: type[Config]) -> dict[str, str]:
 
 
 def _paths(config_type: type[Config], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted name of every option, also in nested configs."""
     for name, annotation in get_type_hints(config_type).items():
         if name not in config_type.__struct_fields__:
             continue
@@ -92,6 +94,11 @@ def _paths(config_type: type[Config], prefix: str = "") -> Iterator[str]:
 
 
 def _full_name(word: str, names: Mapping[str, str]) -> str:
+    """Return a short option with its whole path, and any other word as it is. `names` are those of `short_names`.
+
+    >>> _full_name("--no-deep=1", {"deep": "ppo.deep"})
+    '--ppo.no-deep=1'
+    """
     match = re.fullmatch(r"--(no-)?([a-z][\w-]*)(=.*)?", word, re.DOTALL)
     if match is None:
         return word
@@ -104,6 +111,7 @@ def _full_name(word: str, names: Mapping[str, str]) -> str:
 
 
 def _flag(arguments_type: type[Config], config: str, field: str) -> str:
+    """Return the option of a field, given the config that tyro names: the arguments themselves, or the dotted name of a nested one."""
     path = field if config == arguments_type.__name__ else f"{config}.{field}"
     return f"--{path.replace('_', '-')}"
 
@@ -131,7 +139,7 @@ def train_defaults(
     saved: Callable[[str | None, str | None], Config],
     file_type: type[Config] | None = None,
 ) -> ConfigT:
-    """Return the values that the options of a training start from: the saved config of a run that is resumed, a TOML file, or nothing.
+    """Return the values that the options of a training start from: those of a resumed run, of a TOML file, or the defaults.
 
     `saved(folder, path)` reads the config of a run, given the values of --run and --config. `file_type` is the type of a TOML file, if it
     may leave out more than `config_type`.

@@ -31,7 +31,7 @@ class PPOEvalArguments(Config):
     stochastic: tyro.conf.FlagCreatePairsOff[bool] = False
     """draw actions instead of taking the likeliest"""
     seed: NonNegativeInt = 0
-    """of the episodes, none of which chose the best checkpoint; the evaluation at the end of training uses 0"""
+    """of the episodes, which are others than those that chose the best checkpoint; the evaluation at the end of training uses 0"""
     max_steps: PositiveInt = 10_000
     """an episode is cut after so many steps"""
     device: Literal["auto", "cpu", "cuda"] | None = None
@@ -73,7 +73,7 @@ def _evaluate(arguments: PPOEvalArguments) -> CommandResult:
     policy = Policy.from_state(policy_state(checkpoint), device=find_device(arguments.device or config.device))
     player = EpisodeEvaluator(config, episodes=arguments.episodes, deterministic=not arguments.stochastic, max_steps=arguments.max_steps)
     with contextlib.closing(player) as evaluator:
-        evaluation = evaluator.score(policy, 1 + arguments.seed)  # number 0 are the episodes that chose the best checkpoint
+        evaluation = evaluator.score(policy, 1 + arguments.seed)  # the episodes of number 0 chose the best checkpoint
     assert evaluation is not None, "there is at least one episode"
     returns = evaluation.returns
     result = {

@@ -1,4 +1,4 @@
-"""What a user sees while a policy is trained."""
+"""The progress of training a policy, as the terminal shows it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ BAR_WIDTH = 12
 
 
 class PPOProgress(progress.Progress):
+    """Progress of a training by PPO."""
+
     def __init__(self) -> None:
         self.started: RunStarted | None = None
         self.update: Update | None = None
@@ -41,6 +43,7 @@ class PPOProgress(progress.Progress):
 
     @property
     def share(self) -> float:
+        """Return the share of the steps that are done."""
         if self.started is None or self.update is None:
             return 0.0
         return min(1.0, self.update.step / self.started.total_steps)

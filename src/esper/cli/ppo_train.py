@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 def parse_env_args(words: list[str]) -> dict[str, EnvValue]:
+    """Parse words of the form KEY=VALUE."""
     pairs = [word.partition("=") for word in words]
     wrong = [key for key, sign, _ in pairs if not (key and sign)]
     if wrong:
@@ -73,7 +74,7 @@ class TrainArguments(FileConfig):
 
 
 def defaults_for(argv: list[str]) -> TrainArguments:
-    """Return the values that the options start from: a preset, the saved config of a run that is resumed, a TOML file, or nothing."""
+    """Return the values that the options start from: a preset, those of a resumed run, of a TOML file, or the defaults."""
     words = list(argv)
     preset = take_option(words, "--preset")
     if preset is None:
@@ -85,6 +86,7 @@ def defaults_for(argv: list[str]) -> TrainArguments:
 
 
 def _preset(name: str, *, is_alone: bool) -> TrainConfig:
+    """Return a preset by name. `is_alone` says that neither --config nor --resume was given."""
     if not is_alone:
         raise CommandError("--preset sets what --config and --resume read from a file; give one of them")
     if name not in PRESETS:

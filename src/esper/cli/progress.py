@@ -1,4 +1,4 @@
-"""How a run is shown while it trains: a live view on a terminal, a plain line every few seconds elsewhere.
+"""The display of a run while it trains: a live view on a terminal, a plain line every few seconds elsewhere.
 
 Both are sinks of the event log, and so run in a thread of their own: a terminal that has gone away does not stop the training.
 """
@@ -28,10 +28,12 @@ class Progress(ABC):
         """Take in an event; return whether the line and the view have changed. Both exist from the first change on."""
 
     @abstractmethod
-    def line(self) -> str: ...
+    def line(self) -> str:
+        """Return the progress as one line, for plain displays."""
 
     @abstractmethod
-    def view(self, width: int) -> RenderableType: ...
+    def view(self, width: int) -> RenderableType:
+        """Return the progress for a live view on a terminal of this width."""
 
     def notice(self, record: EventRecord) -> str | None:
         """Return a line that is shown by every display, or None."""

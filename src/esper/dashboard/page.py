@@ -45,7 +45,7 @@ class OwnOriginOnly:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] in ("http", "websocket") and not _is_own_origin(scope["headers"]):
             if scope["type"] == "http":
-                answer = Response("this page answers to itself alone", status_code=403, media_type="text/plain")
+                answer = Response("this page answers only requests of its own", status_code=403, media_type="text/plain")
                 await answer(scope, receive, send)
             else:
                 await receive()  # the request to connect
@@ -67,6 +67,12 @@ def build_app(list_replays: Callable[[], list[Path]]) -> FastAPI:
     # Refuse other host names: a page of another site could reach this one by a name that resolves to 127.0.0.1.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
 
+    def found() -> list[Path]:
+        """Return the replays; empty if all were removed while the page is open."""
+        with contextlib.suppress(ReplayError):
+            return list_replays()
+        return []
+
     @app.get(ROUTE + "{name}")
     def replay(name: str) -> Response:
         path = next((path for path in found() if printable(path.name) == name), None)
@@ -76,12 +82,6 @@ def build_app(list_replays: Callable[[], list[Path]]) -> FastAPI:
             return Response(browser_data(path), media_type="application/octet-stream", headers={"Cache-Control": "no-store"})
         except ReplayError as error:
             return Response(printable(str(error)), status_code=422 if path.exists() else 404, media_type="text/plain")
-
-    def found() -> list[Path]:
-        """Return the replays; empty if all were removed while the page is open."""
-        with contextlib.suppress(ReplayError):
-            return list_replays()
-        return []
 
     def root() -> None:
         ui.add_css((HERE / "player.css").read_text(encoding="utf-8"))
