@@ -24,11 +24,11 @@ class BenchArguments(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one"""
     battles: Count = 256
-    """fought at once"""
+    """battles that are fought at once"""
     team_size: TeamSize = 5
     """units on each side"""
     decisions: PositiveInt = 60
-    """that are timed"""
+    """decisions that are timed"""
     warm_up: NonNegativeInt = 50
     """decisions before the clock starts"""
     compile: bool = False

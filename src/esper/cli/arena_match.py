@@ -39,15 +39,15 @@ class MatchOptions(Config):
     """Options of `match` and of `eval`."""
 
     battles: PairedBattles = 512
-    """how many, all at once: two on every map, one from each side"""
+    """battles, all fought at once: two on every map, one from each side"""
     seed: NonNegativeInt = 0
-    """of the maps and of all that is drawn"""
+    """seed of the maps and of everything that is drawn"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one"""
     draw: tyro.conf.FlagCreatePairsOff[bool] = False
     """draw the actions of policies, as in training; else they take the likeliest ones"""
     replay: Path | None = None
-    """keep the first battle that the first player won, in this file, or in the folder replays of this run"""
+    """write the first battle that the first player won to this file, or into the folder replays of this run"""
 
 
 def _play(options: MatchOptions, arena: ArenaConfig, first: MatchPlayer, second: MatchPlayer, *, title: str) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class MatchArguments(MatchOptions):
     first: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="A")]
     """a bot, RUN, RUN:member, or a member's file"""
     second: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="B")]
-    """likewise"""
+    """the other player, named likewise"""
     team_size: TeamSize | None = None
     """units on each side; None: as A or B was trained, else 5"""
     size: MapSize | None = None
@@ -111,9 +111,9 @@ class ArenaEvalArguments(MatchOptions):
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """folder of the run"""
     against: Anchor = "strong"
-    """the bot"""
+    """scripted bot that it fights"""
     checkpoint: Literal["best", "latest"] = "best"
-    """which of its players"""
+    """which player of the run"""
 
 
 def run_eval(argv: list[str], prog: str) -> CommandResult:
@@ -142,11 +142,11 @@ class LeagueArguments(Config):
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """folder of the run"""
     battles: EvenCount = 0
-    """of each pair of players, fought now, two on every map; 0: none, show what training has recorded"""
+    """battles of each pair of players, fought now, two on every map; 0: none, show what training has recorded"""
     retired: tyro.conf.FlagCreatePairsOff[bool] = False
-    """show those who have left the league too"""
+    """also show past selves that have left the league"""
     seed: NonNegativeInt = 0
-    """of the maps"""
+    """seed of the maps"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one"""
 

@@ -33,7 +33,7 @@ class ReplayArguments(Config):
     verify: tyro.conf.FlagCreatePairsOff[bool] = False
     """compute the battle again and compare"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """to verify on; auto: one of the kind that it was recorded on, where there is one"""
+    """device to verify on; auto: one of the kind that it was recorded on, where there is one"""
 
 
 def run(argv: list[str], prog: str) -> CommandResult:
@@ -134,7 +134,7 @@ class WatchArguments(Config):
     path: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE_OR_RUN")]
     """a replay, or the folder of a run with replays"""
     port: NonNegativeInt = 0
-    """of the page; 0: any that is free"""
+    """port of the page; 0: any free one"""
     show: bool = True
     """open the page in the browser"""
 

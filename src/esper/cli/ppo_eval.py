@@ -25,19 +25,19 @@ class PPOEvalArguments(Config):
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """folder of the run"""
     episodes: PositiveInt = 100
-    """how many"""
+    """episodes that are played"""
     checkpoint: Literal["best", "latest"] = "best"
-    """which of its policies"""
+    """which policy of the run"""
     stochastic: tyro.conf.FlagCreatePairsOff[bool] = False
     """draw actions instead of taking the likeliest"""
     seed: NonNegativeInt = 0
-    """of the episodes, which are others than those that chose the best checkpoint; the evaluation at the end of training uses 0"""
+    """seed of the episodes, none of which chose the best checkpoint; the evaluation at the end of training uses 0"""
     max_steps: PositiveInt = 10_000
-    """an episode is cut after so many steps"""
+    """steps after which an episode is cut"""
     device: Literal["auto", "cpu", "cuda"] | None = None
     """where the policy is computed; None: as the run was trained"""
     video: Path | None = None
-    """also play one episode and write what it looks like: a .gif, .webp or .png file; for Gymnasium environments"""
+    """also play one episode and write a video of it to this .gif, .webp or .png file; for Gymnasium environments"""
 
 
 def run(argv: list[str], prog: str) -> CommandResult:
