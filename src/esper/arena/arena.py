@@ -267,7 +267,7 @@ def _as_is(part: Any) -> Any:
 
 
 def _with_valid_values(actions: Actions, config: ArenaConfig) -> Actions:
-    """Return the actions with wrong values replaced by the nearest valid ones, so that no index leads outside of its table; NaN by 0."""
+    """Replace wrong values by the nearest valid ones, and NaN and infinity by 0, so that no index leads outside of its table."""
     choices = {head.name: actions[head.name].clamp(0, head.size - 1) for head in action_spec(config).discrete}
     motion = actions["motion"]
     return {**choices, "motion": torch.where(motion.isfinite(), motion, 0.0).clamp(-1.0, 1.0)}

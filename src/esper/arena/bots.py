@@ -3,8 +3,8 @@
 A bot knows what a policy observes: its own condition, the zone and the route to it, and the contacts that its unit senses, nearest first.
 It returns the same kind of actions.
 
-    weak     walks to the zone, stands still to shoot, always at the nearest contact and with the first weapon that reaches it
-    middle   keeps moving while it shoots, picks the weapon with the most damage, vents when it is hot
+    weak     walks to the zone, stands still to shoot, with the first weapon that reaches a contact, at the nearest contact that it reaches
+    middle   keeps moving while it shoots, picks the weapon with the most damage per time, vents when it is hot
     strong   prefers targets that are nearly dead, never overheats by firing, vents when no enemy is near, keeps the best distance for its
              class, and a longer one when it is damaged or hot
 
@@ -35,7 +35,7 @@ class Tactics(NamedTuple):
     """Settings of the strong bot."""
 
     focus: float = 1.0  # additional preference for a target that is nearly dead over one with full hit points
-    caution: float = 0.95  # share of the heat cap above which it does not fire
+    caution: float = 0.95  # share of the heat cap that it does not exceed by firing
     idle_vents_at: float = 0.5  # share of the heat cap above which it vents without contacts
     spacing: float = 1.0  # factor on the preferred distance of its class
     retreat_m: float = 3.0  # additional distance when it is damaged or hot
@@ -47,7 +47,7 @@ class Skill(NamedTuple):
     """Settings that distinguish the strengths."""
 
     keeps_moving: bool  # whether it moves while it shoots
-    picks_weapon: bool  # whether it picks the weapon with the most damage instead of the first that reaches
+    picks_weapon: bool  # whether it picks the weapon with the most damage per time instead of the first that reaches a contact
     vents_at: float  # share of the heat cap above which it vents; above 1: never
     tactics: Tactics | None = None
 
@@ -115,7 +115,7 @@ class Bot:
         watched = torch.where(has_target, slot, 0)  # the target, else the nearest contact
         line = unit_at(units.position, senses.contacts.gather(2, watched.unsqueeze(-1)).squeeze(-1)) - units.position
 
-        wanted = self._direction(skill, line, has_contact, has_target)  # [B, U, 2] in the world's frame, at most 1 long
+        wanted = self._direction(skill, line, has_contact, has_target)  # [B, U, 2] in the world's frame; orders are clamped below
         look = torch.where(has_contact.unsqueeze(-1), line[..., :2], wanted)
         cos, sin = units.heading.cos(), units.heading.sin()
         error = torch.atan2(look[..., 1] * cos - look[..., 0] * sin, look[..., 0] * cos + look[..., 1] * sin)

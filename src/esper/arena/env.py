@@ -60,7 +60,7 @@ class ArenaEnv:
         )
 
     def close(self) -> None:
-        """Raise if an action was wrong that a GPU could not report at once."""
+        """Raise if an action had a wrong value, which a GPU does not report at once."""
         self.arena.check()
 
     def state_dict(self) -> dict[str, Any]:
