@@ -121,24 +121,23 @@ class Grower:
         self._on_event = on_event
         self._has_begun = False
         self._has_stepped = False  # the host's optimiser has stepped since the last after_step
-        self._has_stepped_in_epoch = False  # the same, since the last after_epoch
+        self._has_stepped_in_epoch = False  # the host's optimiser has stepped since the last after_epoch
         self._has_warned = False  # about unknown sample counts
-        self._optimizer_steps = 0  # of the host in this epoch, so far
-        self._optimizer_length: int | None = None  # steps of the host's optimiser in the last epoch; None before the end of the first
-        self._shadow_seeds: list[ModuleBackend] = []  # those that learn in the shadow from now on
+        self._optimizer_steps = 0  # steps of the host's optimiser in this epoch, so far
+        self._optimizer_steps_before: int | None = None  # the same number in the last epoch; None before the end of the first
+        self._shadow_seeds: list[ModuleBackend] = []  # slots whose seeds learn in the shadow
         self._forward_flops = 0  # per sample, of the host and its connected seeds
-        # The loss scale after the last step. `get_scale` waits for the device, which costs nothing before the training.
-        self._scale_before: Tensor | float = scaler.get_scale() if scaler is not None else 1.0
+        # The GradScaler's loss scale after the last step. `get_scale` waits for the device, which costs nothing before the training.
+        self._last_loss_scale: Tensor | float = scaler.get_scale() if scaler is not None else 1.0
         # From here on this grower follows the optimiser. A grower that was made earlier for the same slots stops.
         if slotted.calls.follower is not None:
             slotted.calls.follower.stop()
-        models = [slotted.model, unwrap(slotted.model)]
         self._follower = OptimizerFollower(
             optimizer,
-            models,
+            [slotted.model, unwrap(slotted.model)],
             before_step=self._recovery.hold_new,
             step=self._step_seeds,
-            zero_grad=self._drop_gradients,
+            zero_grad=self._clear_gradients,
             is_pending=self._has_gradients,
         )
         slotted.calls.follower = self._follower
@@ -158,14 +157,17 @@ class Grower:
     # Called by the training loop
 
     def begin(self) -> None:
-        """Make the first decision before any training, so that a schedule can grow at once. Later calls do nothing."""
+        """Make the first decision before any training, so that a schedule can grow at once. Later calls do nothing.
+
+        A loop may leave this call out; then the first `after_step` makes the first decision, without a new snapshot.
+        """
         self._check_is_active()
         if not self._has_begun:
             self._recovery.take_snapshot()  # again, because states may have been loaded since the grower was made
-            self._begin()
+            self._make_first_decision()
 
-    def _begin(self) -> None:
-        """Make the first decision if `begin` was not called; at the latest after the first step, and without a new snapshot."""
+    def _make_first_decision(self) -> None:
+        """Make the first decision, unless it was made before."""
         if self._has_begun:
             return
         check_ranks(self.slotted.model, self._group)  # again, because processes may have joined since the grower was made
@@ -187,6 +189,7 @@ class Grower:
         seeds in the shadow use the closure of the first call after the optimiser's step.
         """
         self._check_is_active()
+        # Check the arguments.
         value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss))
         if value.numel() != 1:
             raise GrowthError(f"the loss of a step must be one number, and has the shape {list(value.shape)}; take its mean")
@@ -196,21 +199,23 @@ class Grower:
                 'raise_mode "shadow" needs a closure for a second forward pass; '
                 'call after_step(loss, closure=lambda: loss_fn(slotted(x), y)), or use raise_mode "joint"'
             )
-        # Count the samples of all ranks; their batches have the same size.
-        samples = self.slotted.calls.samples or None if samples is None else samples
+        # Count the samples of all ranks; their batches have the same size. The count of the model's calls is 0 if none was seen.
+        if samples is None:
+            samples = self.slotted.calls.samples or None
         samples = None if samples is None else samples * self._group.world_size
         is_lost = self._is_lost(value)
         if not is_lost:
-            self._begin()
+            self._make_first_decision()
         # Record the loss and the FLOPs, including those that the probe has spent in this step.
         self.history.note_step(value, samples=samples, flops_per_sample=self._step_flops())
         if self._prober.probe is not None:
             probe_flops = self._prober.take_flops()
             self.history.flops += 0 if samples is None else probe_flops
         self._follower.forget_failed_steps()
+        # Restore a snapshot if the loss is not finite; otherwise train the seeds in the shadow, and advance warm-ups and alphas.
         if is_lost:
             self._go_back(f"the training loss of step {self.history.steps} is {float(value)}")
-            self._begin()  # after the rollback, so that the first decision is not blamed for the first step
+            self._make_first_decision()  # only now, so that a seed that germinates in it is not blamed for this step
         else:
             if self.epoch == 0 and self.history.steps == 1:
                 self._recovery.hold_moving()  # find frozen parameters that the training loop changes by hand
@@ -232,7 +237,7 @@ class Grower:
         """Train the seeds in the shadow by one step, if the host has stepped since the last call."""
         if self._shadow_seeds and closure is not None and self._has_stepped:
             with self._prober.paused():
-                self._shadow.step(self._shadow_seeds, closure, scale=self._scale(), group=self._group)
+                self._shadow.step(self._shadow_seeds, closure, scale=self._loss_scale(), group=self._group)
 
     def _tick(self) -> None:
         """Advance the warm-up of the seeds' learning rates, and the alphas that move, by one step."""
@@ -243,50 +248,30 @@ class Grower:
             if backend.life.ramp is not None:
                 backend.advance_alpha(curve)
 
-    # Called by the follower of the user's optimiser
-
-    def _step_seeds(self) -> None:
-        """Step the connected seeds, after the host's step. Their gradients come from the user's backward passes."""
-        # A fused optimiser under a GradScaler skips its step on the device. It has `found_inf` while it steps.
-        scale, found_inf = self._scale(), getattr(self._follower.optimizer, "found_inf", None)
-        for backend in self.lifecycles.backends.values():
-            if backend.learner is not None and backend.slot.is_connected:
-                backend.learner.step(scale=scale, found_inf=found_inf, group=self._group)
-        self._optimizer_steps += 1
-        if self._prober.probe is not None:
-            self._prober.ask(scale=scale)
-        self._has_stepped = self._has_stepped_in_epoch = True
-
-    def _drop_gradients(self, set_to_none: bool) -> None:
-        for backend in self.lifecycles.backends.values():
-            if backend.learner is not None:
-                backend.learner.zero_grad(set_to_none=set_to_none)
-        if self._prober.probe is not None:
-            self._prober.drop()
-
-    def _has_gradients(self) -> bool:
-        """Return whether a seed or the probe holds gradients of backward passes that no step has used."""
-        if self._prober.probe is not None and self._prober.probe.has_caught:
-            return True
-        return any(backend.learner is not None and backend.learner.has_gradients for backend in self.lifecycles.backends.values())
-
-    def _scale(self) -> Tensor | None:
-        """Return the loss scale as a tensor on its device, without waiting for it as `get_scale` would; None without a GradScaler."""
-        return self.scaler._get_scale_async() if self.scaler is not None and self.scaler.is_enabled() else None
-
     def _has_overflowed(self) -> Tensor | bool:
-        """Return whether the GradScaler skipped the host's step, which shows as a lower loss scale.
+        """Return whether the GradScaler skipped the host's step: then its loss scale is lower than before.
 
         The result is a tensor if losses are scaled, because reading it would wait for the device.
         """
-        before, scale = self._scale_before, self._scale()
+        before, scale = self._last_loss_scale, self._loss_scale()
         if scale is None:
             return False
-        self._scale_before = scale.clone()
+        self._last_loss_scale = scale.clone()
         return False if self._has_stepped else scale < before
 
+    def _step_flops(self) -> int:
+        """Return the FLOPs per sample of one training step: 3 forward passes' worth, and the second pass of seeds in the shadow."""
+        second = 0
+        if self._shadow_seeds and self._has_stepped:
+            costs = [self.lifecycles.cost(backend.place.name) for backend in self._shadow_seeds]
+            second = self._shadow.flops(self._shadow_seeds, costs)
+        return 3 * self._forward_flops + second
+
     def recording(self) -> AbstractContextManager[None]:
-        """Record a forward pass that does not call the slotted model, so that seeds in the shadow need not compute all of it again."""
+        """Record the forward pass inside the `with` block, so that seeds in the shadow need not compute all of it again.
+
+        A call of the slotted model does this itself.
+        """
         return self._shadow.recording() if self._shadow_seeds else nullcontext()
 
     def after_epoch(self, evaluate: Evaluate) -> EpochEnded:
@@ -307,15 +292,14 @@ class Grower:
                 f"{'nothing' if evaluate is None else f'a {type(evaluate).__name__}'}; pass the function itself, which is called again for "
                 "each seed on trial with the seed off: grower.after_epoch(evaluate)"
             )
-        self._begin()
+        self._make_first_decision()
         # Nothing but the connected seeds may run in the model during the evaluation.
         self._stop_watching()
         chunks = self._averaged(self.history.chunks())
         self._check_has_stepped()
-        # Measure. These numbers, and so the verdict, are the same on all ranks.
+        # Measure the losses and the contributions. They, and so the verdict, are the same on all ranks.
         measured = self._measurement.measure(evaluate, self.host_growth.on_trial(), epoch=self.epoch + 1)
         val_loss = measured.losses.mean
-        self.host_growth.find_scale(chunks, val_loss)
         verdict = self.host_growth.verdict(chunks, val_loss)
         # Close the epoch.
         self._has_stepped_in_epoch = False
@@ -334,6 +318,51 @@ class Grower:
         self.host_growth.emit(ended)
         self._emit_events()
         return ended
+
+    def _averaged(self, chunks: list[float]) -> list[float]:
+        """Return the training losses averaged over the ranks; those of rank 0 if ranks differ in their number of chunks."""
+        if self._group.world_size == 1:
+            return chunks
+        by_rank = self._group.gather_objects(chunks)
+        return [fmean(values) for values in zip(*by_rank, strict=True)] if len({len(some) for some in by_rank}) == 1 else by_rank[0]
+
+    def _check_has_stepped(self) -> None:
+        """Warn if there are seeds and the optimiser has not stepped in this epoch."""
+        may_skip = self.scaler is not None and self.scaler.is_enabled()  # the first loss scale may overflow in all steps of an epoch
+        if (
+            not self._has_stepped_in_epoch
+            and not may_skip
+            and any(backend.learner is not None for backend in self.lifecycles.backends.values())
+        ):
+            warnings.warn(
+                "the optimiser passed to this Grower has not stepped in this epoch, so no seed has learned; pass the optimiser whose "
+                "step() the training loop calls",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _end_probe(self) -> Promises | None:
+        """End this epoch's probe and return its results, on all ranks those of rank 0. Start to count the optimiser's steps from 0."""
+        steps, self._optimizer_steps = self._optimizer_steps, 0
+        self._optimizer_steps_before = steps
+        own = None if self._prober.probe is None else self._prober.end_epoch(steps=steps, reported=self.history.steps)
+        return self._from_first_rank(lambda: own)
+
+    def _warn_of_unknown_samples(self) -> None:
+        """Warn once if the samples of the epoch were not counted: FLOPs are then unknown, and the heuristic does not grow."""
+        if self.history.samples is None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "the number of samples of this epoch is unknown, because no call of the model was seen (it may have been compiled after "
+                "add_slots), so FLOPs are not counted and the heuristic will not grow; call slotted(x), or pass "
+                "after_step(loss, samples=len(x))",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def count_evaluation(self, samples: int) -> None:
+        """Add the FLOPs of a forward pass over this many samples per rank. Optional; call it inside `evaluate`."""
+        self.history.flops += samples * self._group.world_size * self._forward_flops
 
     def bake(self) -> nn.Module:
         """Return the model with its fossilized seeds built in and all slots removed. If baking fails, the grower stays usable."""
@@ -360,36 +389,33 @@ class Grower:
                 "this Grower is not active: stop() was called, or another Grower was made for the same slots; use the latest one"
             )
 
-    def _check_has_stepped(self) -> None:
-        """Warn if there are seeds and the optimiser has not stepped in this epoch."""
-        may_skip = self.scaler is not None and self.scaler.is_enabled()  # the first loss scale may overflow in all steps of an epoch
-        if (
-            not self._has_stepped_in_epoch
-            and not may_skip
-            and any(backend.learner is not None for backend in self.lifecycles.backends.values())
-        ):
-            warnings.warn(
-                "the optimiser passed to this Grower has not stepped in this epoch, so no seed has learned; pass the optimiser whose "
-                "step() the training loop calls",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+    # Called by the follower of the user's optimiser
 
-    def _warn_of_unknown_samples(self) -> None:
-        """Warn once if the samples of the epoch were not counted: FLOPs are then unknown, and the heuristic does not grow."""
-        if self.history.samples is None and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                "the number of samples of this epoch is unknown, because no call of the model was seen (it may have been compiled after "
-                "add_slots), so FLOPs are not counted and the heuristic will not grow; call slotted(x), or pass "
-                "after_step(loss, samples=len(x))",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+    def _step_seeds(self) -> None:
+        """Step the connected seeds and evaluate the probe, after the host's step. Gradients come from the user's backward passes."""
+        # A fused optimiser under a GradScaler skips its step on the device. It has `found_inf` while it steps.
+        scale, found_inf = self._loss_scale(), getattr(self._follower.optimizer, "found_inf", None)
+        for backend in self.lifecycles.backends.values():
+            if backend.learner is not None and backend.slot.is_connected:
+                backend.learner.step(scale=scale, found_inf=found_inf, group=self._group)
+        self._optimizer_steps += 1
+        if self._prober.probe is not None:
+            self._prober.ask(scale=scale)
+        self._has_stepped = self._has_stepped_in_epoch = True
 
-    def count_evaluation(self, samples: int) -> None:
-        """Add the FLOPs of a forward pass over this many samples per rank. Optional; call it inside `evaluate`."""
-        self.history.flops += samples * self._group.world_size * self._forward_flops
+    def _clear_gradients(self, set_to_none: bool) -> None:
+        """Clear the gradients of the seeds and those that the probe has captured, because the host's were cleared."""
+        for backend in self.lifecycles.backends.values():
+            if backend.learner is not None:
+                backend.learner.zero_grad(set_to_none=set_to_none)
+        if self._prober.probe is not None:
+            self._prober.drop()
+
+    def _has_gradients(self) -> bool:
+        """Return whether a seed or the probe holds gradients of backward passes that no step has used."""
+        if self._prober.has_caught:
+            return True
+        return any(backend.learner is not None and backend.learner.has_gradients for backend in self.lifecycles.backends.values())
 
     # Measurements that need extra evaluations
 
@@ -405,7 +431,7 @@ class Grower:
         with self._prober.paused():
             return search_alpha(self._measurement, slot, evaluate, alphas)
 
-    # Deciding
+    # Decisions and rollbacks
 
     def state(self) -> GrowthState:
         """Return the input of the controller: the numbers of this epoch and of every slot."""
@@ -424,7 +450,9 @@ class Grower:
             self._prober.request()
         return decision
 
-    # Helpers
+    def _from_first_rank(self, make: Callable[[], Value]) -> Value:
+        """Return `make()` of rank 0 on all ranks."""
+        return make() if self._group.world_size == 1 else self._group.first(make)
 
     def _go_back(self, reason: str) -> None:
         """Restore a snapshot. Raise Diverged if that has happened too often."""
@@ -437,8 +465,13 @@ class Grower:
             self._emit_events()
             raise
 
+    def _emit_events(self) -> None:
+        self.host_growth.tell(self._on_event)
+
+    # Preparation of the next step
+
     def _note_seeds(self) -> None:
-        """Note which seeds take part in the coming steps. Call it after every change of the slots."""
+        """Note the FLOPs of a forward pass and the seeds in the shadow. Call it after every change of the slots."""
         self._forward_flops = self.slotted.discovery.host.flops + self.lifecycles.connected().flops
         learning = [backend for backend in self.lifecycles.backends.values() if backend.life.stage is Stage.TRAINING]
         if self._shadow_seeds and not learning:
@@ -450,7 +483,7 @@ class Grower:
         calls = self.slotted.calls
         calls.samples, calls.recording = 0, None
         if self._prober.probe is not None:
-            self._prober.get_ready(self._optimizer_steps, self._optimizer_length)
+            self._prober.get_ready(self._optimizer_steps, self._optimizer_steps_before)
         if self._shadow_seeds:
             self._shadow.prepare(self._shadow_seeds)
             calls.recording = self._shadow.recording
@@ -462,34 +495,9 @@ class Grower:
         if self._shadow_seeds:
             self._shadow.rest()
 
-    def _end_probe(self) -> Promises | None:
-        """Return the results of this epoch's probe, those of rank 0 on all ranks, and count the optimiser's steps from 0 again."""
-        steps, self._optimizer_steps = self._optimizer_steps, 0
-        self._optimizer_length = steps
-        own = None if self._prober.probe is None else self._prober.end_epoch(steps=steps, reported=self.history.steps)
-        return self._from_first_rank(lambda: own)
-
-    def _from_first_rank(self, make: Callable[[], Value]) -> Value:
-        """Return `make()` of rank 0 on all ranks."""
-        return make() if self._group.world_size == 1 else self._group.first(make)
-
-    def _emit_events(self) -> None:
-        self.host_growth.tell(self._on_event)
-
-    def _averaged(self, chunks: list[float]) -> list[float]:
-        """Return the training losses averaged over the ranks; those of rank 0 if ranks differ in their number of chunks."""
-        if self._group.world_size == 1:
-            return chunks
-        by_rank = self._group.gather_objects(chunks)
-        return [fmean(values) for values in zip(*by_rank, strict=True)] if len({len(some) for some in by_rank}) == 1 else by_rank[0]
-
-    def _step_flops(self) -> int:
-        """Return the FLOPs per sample of one training step: 3 forward passes' worth, and the second pass of seeds in the shadow."""
-        second = 0
-        if self._shadow_seeds and self._has_stepped:
-            costs = [self.lifecycles.cost(backend.place.name) for backend in self._shadow_seeds]
-            second = self._shadow.flops(self._shadow_seeds, costs)
-        return 3 * self._forward_flops + second
+    def _loss_scale(self) -> Tensor | None:
+        """Return the GradScaler's loss scale as a tensor, because `get_scale` would wait for the device; None without a GradScaler."""
+        return self.scaler._get_scale_async() if self.scaler is not None and self.scaler.is_enabled() else None
 
     # Resuming
 
@@ -511,9 +519,9 @@ class Grower:
         return {
             "recovery": self._recovery.state_dict(),
             "controller": {"name": self.controller.name, "state": self.controller.state_dict()},
-            "plot": self.host_growth.state_dict(),
+            "plot": self.host_growth.state_dict(),  # "plot" is the name that HostGrowth had in earlier versions
             "has_begun": self._has_begun,
-            "probe": {"steps": self._optimizer_steps, "length": self._optimizer_length, "probe": self._prober.state_dict()},
+            "probe": {"steps": self._optimizer_steps, "length": self._optimizer_steps_before, "probe": self._prober.state_dict()},
             "measurement": self._measurement.state_dict(),
             "shadow": self._shadow.state_dict(),
         }
@@ -533,6 +541,6 @@ class Grower:
         self._measurement.load_state_dict(state["measurement"])
         self._shadow.load_state_dict(state["shadow"])
         self._prober.load_state_dict(state["probe"]["probe"])
-        self._optimizer_steps, self._optimizer_length = state["probe"]["steps"], state["probe"]["length"]
+        self._optimizer_steps, self._optimizer_steps_before = state["probe"]["steps"], state["probe"]["length"]
         self._note_seeds()
         self._prepare_next_step()

@@ -75,6 +75,9 @@ def grow(
     "auto" warns about a LambdaLR or a schedule class of your own, whose unit of time is unknown, and about schedules that would end long
     after the training.
 
+    **Growth.** `controller` decides what grows, where and when: a name ("heuristic", "never", "random", "schedule") or an object with a
+    method `decide(state)`. `config` holds all other settings of growth.
+
     **Precision.** `precision` is the autocast precision of all forward passes; "float16" adds a GradScaler. The weights stay float32.
 
     **Run folder.** `run` is a folder for events, checkpoints and results. `resume` continues from its last checkpoint: from the end of an
@@ -128,30 +131,15 @@ def grow(
         return grown
 
 
-def _write_result(run: GrowthRun, model: object, *, otherwise: str) -> None:
-    """Write the model and the report into the run folder. A failure only warns, so that the result of the training is not lost."""
-    try:
-        if isinstance(model, nn.Module):
-            save(model, run.folder / MODEL)
-        run.flush()  # the report is made from the file of events
-        write_report(run.folder)
-    except Exception as error:
-        warnings.warn(
-            f"the model and the report could not be written into {run.folder}: {error}; {otherwise}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-
-
 def check_call(model: object, *, epochs: object, config: object, run: object) -> None:
     """Raise a GrowthError for a wrong model, number of epochs, config or run folder, or inside inference mode."""
     if isinstance(model, type) or not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         hint = "; pass the model without slots, because grow adds them" if isinstance(model, Slotted) else ""
         raise GrowthError(f"model must be an nn.Module, and is {what}{hint}")
-    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
-    if empty is not None:
-        raise GrowthError(f"{empty} is on the meta device, so it has no values; make the model on another device, or load its weights")
+    on_meta = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if on_meta is not None:
+        raise GrowthError(f"{on_meta} is on the meta device, so it has no values; make the model on another device, or load its weights")
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
         raise GrowthError(f"epochs must be a whole number from 1 on, and is {epochs!r}")
     if config is not None and not isinstance(config, GrowthConfig):
@@ -172,10 +160,33 @@ def training_config(
     max_grad_norm: float | None = None,
     step_schedule: str = "auto",
 ) -> TrainingConfig:
-    """Return all settings of a run as one config, which is stored in its folder."""
+    """Return the settings of growth and of the training as one config, which is stored in the folder of the run."""
     growth = config or GrowthConfig()
-    own: dict[str, Any] = {"precision": precision, "accumulate": accumulate, "max_grad_norm": max_grad_norm, "step_schedule": step_schedule}
+    training: dict[str, Any] = {
+        "precision": precision,
+        "accumulate": accumulate,
+        "max_grad_norm": max_grad_norm,
+        "step_schedule": step_schedule,
+    }
     try:
-        return TrainingConfig(**{name: getattr(growth, name) for name in GrowthConfig.__struct_fields__}, **own)
+        return TrainingConfig(**{name: getattr(growth, name) for name in GrowthConfig.__struct_fields__}, **training)
     except ConfigError as error:
         raise GrowthError(str(error)) from error
+
+
+def _write_result(run: GrowthRun, model: object, *, otherwise: str) -> None:
+    """Write the model and the report into the run folder. A failure only warns, so that the result of the training is not lost.
+
+    `otherwise` is the end of the warning: where the model is if it could not be written.
+    """
+    try:
+        if isinstance(model, nn.Module):
+            save(model, run.folder / MODEL)
+        run.flush()  # the report is made from the events in the folder
+        write_report(run.folder)
+    except Exception as error:
+        warnings.warn(
+            f"the model and the report could not be written into {run.folder}: {error}; {otherwise}",
+            RuntimeWarning,
+            stacklevel=3,
+        )

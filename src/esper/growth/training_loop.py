@@ -1,7 +1,7 @@
 """The training loop of `grow`: steps over batches, evaluations, checkpoints, and the result.
 
-`Training` holds the model, the data, the optimiser and the grower. The functions after it handle one batch: compute its loss, move it to
-the device, and count its samples.
+`Training` holds the model, the data, the optimiser and the grower. Most of the functions after it handle one batch: compute its loss, move
+it to the device, and count its samples.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Training:
     ) -> None:
         self.model, self.train_loader, self.val_loader, self.step_loss = model, train_loader, val_loader, step_loss
         self.epochs, self.config = epochs, config
-        self._prepared: tuple[Grower, Losses] | None = None
+        self._prepared: tuple[Grower, Losses] | None = None  # the grower, and the validation losses before any training
         self._run: GrowthRun | None = None
-        self._loss_before = math.nan  # validation loss before any training
+        self._loss_before = math.nan  # mean validation loss before any training
         self.on_event: Callable[[Event], None] = lambda event: None  # called with every event, after the run has written it
         check_loader(train_loader, "training")
         check_loader(val_loader, "validation")
@@ -91,7 +91,7 @@ class Training:
         steps = math.ceil(length_hint(train_loader) / config.accumulate) or None  # per epoch; None if the loader has no length
         self._is_stepped_per_step = is_stepped_per_step(self.scheduler, config.step_schedule, epochs=epochs, steps=steps)
         self.scaler = GradScaler(self.device.type) if config.precision == "float16" else None
-        self._has_stepped = False  # in the last call of _step_optimizer: a GradScaler may skip the step
+        self._has_stepped = False  # the optimiser has stepped in the last call of _step_optimizer; a GradScaler may skip the step
         self.optimizer.register_step_post_hook(self._note_step)
 
     def prepare(self, controller: Controller | str) -> Grower:
@@ -118,186 +118,16 @@ class Training:
         self._prepared = grower, before
         return grower
 
-    def run(self, controller: Controller | str, run: GrowthRun | None = None, *, may_interrupt: bool = False) -> Grown:
-        """Train the model and return the result. With `may_interrupt`, Ctrl-C stops the training; otherwise it raises."""
-        began = time.perf_counter()
-        self.prepare(controller)
-        assert self._prepared is not None
-        (grower, first), self._run = self._prepared, run
-        try:
-            # A resumed run has the validation loss before any training in its checkpoint.
-            self._loss_before = first.mean if run is None else run.restore(grower, self.train_loader, first.mean)
-            had_finished = run is not None and run.is_resumed and self._is_over(grower)
-            self._emit(self._started(grower, first))
-            status = self._train(grower, may_interrupt=may_interrupt)
-        except Diverged as error:
-            error.model = grower.bake()
-            raise
-        except BaseException:
-            grower.stop()
-            grower.slotted.remove()
-            raise
-        return self._finish(grower, status, time.perf_counter() - began, had_finished=had_finished)
-
-    def _train(self, grower: Grower, *, may_interrupt: bool) -> Status:
-        """Train all epochs that are left, with a checkpoint after each."""
-        try:
-            if self._run is None or not self._run.is_resumed:
-                grower.begin()
-                self._save(grower, at_end_of_epoch=True)
-            while not self._is_over(grower):
-                if self._should_stop() or not self._train_epoch(grower):
-                    return "stopped"
-                self._end_epoch(grower)
-                self._save(grower, at_end_of_epoch=True)
-        except KeyboardInterrupt:
-            # The interrupt came in the middle of a step. A checkpoint of that state would be useless, so keep the last one.
-            if not may_interrupt:
-                raise
-            return "stopped"
-        return "finished" if grower.epoch >= self.epochs else "stopped early"
-
-    def _is_over(self, grower: Grower) -> bool:
-        """Return whether no epoch is under way and none is to follow, by number or by lack of improvement."""
-        return grower.history.steps == 0 and (grower.epoch >= self.epochs or grower.host_growth.is_stuck())
-
-    def _should_stop(self) -> bool:
-        return self._run is not None and self._run.should_stop()
-
-    def _save(self, grower: Grower, *, at_end_of_epoch: bool) -> None:
-        """Write a checkpoint if the run has a folder."""
-        if self._run is not None:
-            self._run.save(grower, self.train_loader, self._loss_before, at_end_of_epoch=at_end_of_epoch)
-
-    def _train_epoch(self, grower: Grower) -> bool:
-        """Train one epoch, or the rest of one after a resume. Return False if the run was asked to stop."""
-        self.model.train()
-        batches, number = iter(self.train_loader), grower.history.steps * self.config.accumulate + 1
-        grower.history.start_clock()
-        while group := self._next_batches(batches, grower):
-            self._train_step(group, grower, first=number)
-            number += len(group)
-            if self._should_stop():
-                self._save(grower, at_end_of_epoch=False)
-                return False
-        if not grower.history.steps:
-            raise GrowthError("the training loader yields nothing; it needs at least one batch")
-        return True
-
-    def _next_batches(self, batches: Iterator[Any], grower: Grower) -> list[Any]:
-        """Return the batches of the next step, empty at the end of the epoch, and record how long the loader took."""
-        began = time.perf_counter()
-        group = list(islice(batches, self.config.accumulate))
-        grower.history.data_wait = (grower.history.data_wait or 0.0) + time.perf_counter() - began
-        return group
-
-    def _train_step(self, raw: Sequence[Any], grower: Grower, *, first: int) -> None:
-        """Make one step of the optimiser by the mean loss over the samples of the batches. `first` is the number of the first batch."""
-        # Weight each batch by its share of the samples.
-        sizes = [size_of(batch) for batch in raw]
-        shares = [size / sum(sizes) if any(sizes) else 1 / len(sizes) for size in sizes]
-        batches, losses = [], []
-        for number, (part, share) in enumerate(zip(raw, shares, strict=True), start=first):
-            batch = move(part, self.device)
-            # Seeds in the shadow can reuse one recorded forward pass, so record only if the step has a single batch.
-            loss = self._train_loss(batch, grower if len(raw) == 1 else None, f"batch {number} of the training loader")
-            loss = loss if len(raw) == 1 else loss * share
-            torch.autograd.backward(loss if self.scaler is None else self.scaler.scale(loss))
-            batches.append(batch)
-            losses.append(loss.detach())
-        self._step_optimizer(grower.history.steps + 1)
-        grower.history.skipped += not self._has_stepped
-        # If this step leads to a rollback, look for NaN or infinite values in its batches and name them in an error.
-        rollbacks = grower.rollbacks
-        total = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        grower.after_step(total, closure=lambda: self._mean_loss(batches, shares), samples=sum(sizes))
-        if grower.rollbacks > rollbacks:
-            for number, batch in enumerate(batches, start=first):
-                check_data(batch, math.nan, f"batch {number} of the training loader")
-
-    def _step_optimizer(self, step: int) -> None:
-        """Clip the gradient, step the optimiser through the GradScaler, clear the gradients, and step the schedule if it counts steps."""
-        if self.config.max_grad_norm is not None:
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
-            clip_grad_norm_(
-                [parameter for group in self.optimizer.param_groups for parameter in group["params"]], self.config.max_grad_norm
-            )
-        self._has_stepped = False
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        self.optimizer.zero_grad()
-        if self._is_stepped_per_step and self._has_stepped:
-            try:
-                self.scheduler.step()
-            except ValueError as error:
-                raise GrowthError(f"the schedule failed at step {step} of the epoch: {error}") from error
-
-    def _note_step(self, *_: Any) -> None:
-        self._has_stepped = True
-
-    def _end_epoch(self, grower: Grower) -> None:
-        """Evaluate, let the grower decide, and step a schedule that counts epochs."""
-        # Step the schedule before `after_epoch`, so that its snapshot holds the learning rate of the next epoch. ReduceLROnPlateau needs
-        # the validation loss and has to be stepped afterwards.
-        is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
-        if self.scheduler is not None and not self._is_stepped_per_step and not is_plateau:
-            self.scheduler.step()
-        ended = grower.after_epoch(lambda: list(self._evaluate(grower)))
-        if is_plateau:
-            self.scheduler.step(ended.val_loss)
-
-    def _train_loss(self, batch: Any, grower: Grower | None, where: str) -> Tensor:
-        """Return the loss of a training batch, named `where` in errors. If a grower is given, it records the forward pass."""
-        try:
-            with nullcontext() if grower is None else grower.recording():
-                loss = self._loss(batch)
-        except Exception as error:
-            if explanation := explained(error, size_of(batch), where):
-                raise explanation from error
-            raise
-        if not loss.requires_grad:
-            raise GrowthError(
-                "the training loss has no gradient; compute it from the model's outputs, without detach(), no_grad() or argmax()"
-            )
-        return loss
-
-    def _mean_loss(self, batches: Sequence[Any], shares: Sequence[float]) -> Tensor:
-        """Compute the loss of a step again: the closure for seeds in the shadow."""
-        if len(batches) == 1:
-            return self._loss(batches[0])
-        return torch.stack([self._loss(batch) * share for batch, share in zip(batches, shares, strict=True)]).sum()
-
-    def _loss(self, batch: Any) -> Tensor:
-        with self._autocast():
-            return checked(self.step_loss(self.model, batch))
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        precision = self.config.precision
-        return nullcontext() if precision == "float32" else torch.autocast(self.device.type, dtype=getattr(torch, precision))
-
-    def _evaluate(self, grower: Grower | None) -> Iterator[tuple[Tensor, int]]:
-        """Yield the loss and the number of samples of every validation batch. The random streams of the training are not advanced."""
-        with isolated(self.model), torch.no_grad():
-            self.model.eval()
-            for raw in self.val_loader:
-                batch = move(raw, self.device)
-                yield self._loss(batch).detach(), size_of(batch)
-                if grower is not None:
-                    grower.count_evaluation(size_of(batch))
-
     def _first_look(self) -> tuple[Losses, Any, LossRange | None]:
         """Evaluate the untrained model. Return its losses, an example input, and the `LossRange` (None if unknown).
 
-        The example input is what the model was called with, as a listener saw it; if it saw no call, it is made from the first batch.
+        The example input holds the arguments of the model's first call, as a listener saw them. If it saw no call, the example is made from
+        the first batch.
         """
-        loss_fn = getattr(self.step_loss, "loss_fn", None)
+        loss_fn = getattr(self.step_loss, "loss_fn", None)  # set by `step_loss_of`
         constant = None if loss_fn is None else ConstantPredictor(loss_fn)
-        found: list[tuple[float, int]] = []
-        first = None
+        found: list[tuple[float, int]] = []  # (loss, samples) of every batch
+        first = None  # the first batch
         listener = Listener(self.model)
         try:
             with isolated(self.model), torch.no_grad():
@@ -321,10 +151,10 @@ class Training:
         if not found:
             raise GrowthError("the validation loader yields nothing; it needs at least one batch")
         losses = losses_of(lambda: found)
-        return losses, example_of(first) if listener.heard is None else listener.heard, self._scale(constant, losses)
+        return losses, example_of(first) if listener.heard is None else listener.heard, self._loss_range(constant, losses)
 
-    def _scale(self, constant: ConstantPredictor | None, before: Losses) -> LossRange | None:
-        """Return the loss of a constant predictor if the outputs are known, else the validation loss before the training as a guess."""
+    def _loss_range(self, constant: ConstantPredictor | None, before: Losses) -> LossRange | None:
+        """Return the `LossRange` of a constant predictor, or that of the losses before the training as a guess; None if unknown."""
         if self.config.governor.uninformed_loss is not None:
             return None  # the grower takes it from the config
         with self._autocast():
@@ -333,10 +163,26 @@ class Training:
             return LossRange.of(uninformed, loss_range=self.config.loss_range)
         return LossRange.of(before.mean, loss_range=self.config.loss_range, is_guess=True) if before.are_finite else None
 
-    def _emit(self, event: Event) -> None:
-        if self._run is not None:
-            self._run.emit(event)
-        self.on_event(event)
+    def run(self, controller: Controller | str, run: GrowthRun | None = None, *, may_interrupt: bool = False) -> Grown:
+        """Train the model and return the result. With `may_interrupt`, Ctrl-C stops the training; otherwise it raises."""
+        began = time.perf_counter()
+        self.prepare(controller)
+        assert self._prepared is not None
+        (grower, before), self._run = self._prepared, run
+        try:
+            # A resumed run has the validation loss before any training in its checkpoint.
+            self._loss_before = before.mean if run is None else run.restore(grower, self.train_loader, before.mean)
+            had_finished = run is not None and run.is_resumed and self._is_over(grower)  # there is nothing left to train
+            self._emit(self._started(grower, before))
+            status = self._train(grower, may_interrupt=may_interrupt)
+        except Diverged as error:
+            error.model = grower.bake()
+            raise
+        except BaseException:
+            grower.stop()
+            grower.slotted.remove()
+            raise
+        return self._finish(grower, status, time.perf_counter() - began, had_finished=had_finished)
 
     def _started(self, grower: Grower, losses: Losses) -> Event:
         host, scale = grower.slotted.discovery.host, grower.host_growth.scale
@@ -363,6 +209,163 @@ class Training:
             )
         if not losses.have_spread:
             yield ONE_BATCH
+
+    def _emit(self, event: Event) -> None:
+        if self._run is not None:
+            self._run.emit(event)
+        self.on_event(event)
+
+    def _train(self, grower: Grower, *, may_interrupt: bool) -> Status:
+        """Train all epochs that are left, with a checkpoint after each, and before the first."""
+        try:
+            if self._run is None or not self._run.is_resumed:
+                grower.begin()
+                self._save(grower, at_end_of_epoch=True)
+            while not self._is_over(grower):
+                if self._should_stop() or not self._train_epoch(grower):
+                    return "stopped"
+                self._end_epoch(grower)
+                self._save(grower, at_end_of_epoch=True)
+        except KeyboardInterrupt:
+            # The interrupt came in the middle of a step. A checkpoint of that state would be useless, so keep the last one.
+            if not may_interrupt:
+                raise
+            return "stopped"
+        return "finished" if grower.epoch >= self.epochs else "stopped early"
+
+    def _is_over(self, grower: Grower) -> bool:
+        """Return whether the last epoch has ended: all epochs are trained, or the validation loss no longer improves."""
+        return grower.history.steps == 0 and (grower.epoch >= self.epochs or grower.host_growth.is_stuck())
+
+    def _should_stop(self) -> bool:
+        return self._run is not None and self._run.should_stop()
+
+    def _save(self, grower: Grower, *, at_end_of_epoch: bool) -> None:
+        """Write a checkpoint if the run has a folder."""
+        if self._run is not None:
+            self._run.save(grower, self.train_loader, self._loss_before, at_end_of_epoch=at_end_of_epoch)
+
+    def _train_epoch(self, grower: Grower) -> bool:
+        """Train one epoch, or the rest of one after a resume. Return False if the run was asked to stop."""
+        self.model.train()
+        batches = iter(self.train_loader)
+        number = grower.history.steps * self.config.accumulate + 1  # of the next batch in the epoch, for errors
+        grower.history.start_clock()
+        while group := self._next_batches(batches, grower):
+            self._train_step(group, grower, first=number)
+            number += len(group)
+            if self._should_stop():
+                self._save(grower, at_end_of_epoch=False)
+                return False
+        if not grower.history.steps:
+            raise GrowthError("the training loader yields nothing; it needs at least one batch")
+        return True
+
+    def _next_batches(self, batches: Iterator[Any], grower: Grower) -> list[Any]:
+        """Return the batches of the next step, empty at the end of the epoch, and record how long the loader took."""
+        began = time.perf_counter()
+        group = list(islice(batches, self.config.accumulate))
+        grower.history.data_wait = (grower.history.data_wait or 0.0) + time.perf_counter() - began
+        return group
+
+    def _train_step(self, raw: Sequence[Any], grower: Grower, *, first: int) -> None:
+        """Make one step of the optimiser by the mean loss over the samples of the batches. `first` is the number of the first batch."""
+        # The loss of the step is the sum of the batches' losses, each weighted by its share of the samples.
+        sizes = [size_of(batch) for batch in raw]
+        shares = [size / sum(sizes) if any(sizes) else 1 / len(sizes) for size in sizes]
+        batches, losses = [], []
+        for number, (part, share) in enumerate(zip(raw, shares, strict=True), start=first):
+            batch = move(part, self.device)
+            # Seeds in the shadow can reuse one recorded forward pass, so record only if the step has a single batch.
+            loss = self._train_loss(batch, grower if len(raw) == 1 else None, f"batch {number} of the training loader")
+            loss = loss if len(raw) == 1 else loss * share
+            torch.autograd.backward(loss if self.scaler is None else self.scaler.scale(loss))
+            batches.append(batch)
+            losses.append(loss.detach())
+        self._step_optimizer(grower.history.steps + 1)
+        grower.history.skipped += not self._has_stepped
+        rollbacks = grower.rollbacks
+        mean_loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        grower.after_step(mean_loss, closure=lambda: self._mean_loss(batches, shares), samples=sum(sizes))
+        # If this step led to a rollback, look for NaN or infinite values in its batches and name them in an error.
+        if grower.rollbacks > rollbacks:
+            for number, batch in enumerate(batches, start=first):
+                check_data(batch, math.nan, f"batch {number} of the training loader")
+
+    def _train_loss(self, batch: Any, grower: Grower | None, where: str) -> Tensor:
+        """Return the loss of a training batch, which errors call `where`. If a grower is given, it records the forward pass."""
+        try:
+            with nullcontext() if grower is None else grower.recording():
+                loss = self._loss(batch)
+        except Exception as error:
+            if explanation := explained(error, size_of(batch), where):
+                raise explanation from error
+            raise
+        if not loss.requires_grad:
+            raise GrowthError(
+                "the training loss has no gradient; compute it from the model's outputs, without detach(), no_grad() or argmax()"
+            )
+        return loss
+
+    def _step_optimizer(self, step: int) -> None:
+        """Clip the gradient, step the optimiser, clear the gradients, and step the schedule if it counts steps. `step` is for errors."""
+        if self.config.max_grad_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            clip_grad_norm_(
+                [parameter for group in self.optimizer.param_groups for parameter in group["params"]], self.config.max_grad_norm
+            )
+        self._has_stepped = False
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad()
+        if self._is_stepped_per_step and self._has_stepped:
+            try:
+                self.scheduler.step()
+            except ValueError as error:
+                raise GrowthError(f"the schedule failed at step {step} of the epoch: {error}") from error
+
+    def _note_step(self, *_: Any) -> None:
+        """Hook that runs after a step of the optimiser, but not after one that the GradScaler skipped."""
+        self._has_stepped = True
+
+    def _mean_loss(self, batches: Sequence[Any], shares: Sequence[float]) -> Tensor:
+        """Return the loss of a step, computed again: the closure for seeds in the shadow."""
+        if len(batches) == 1:
+            return self._loss(batches[0])
+        return torch.stack([self._loss(batch) * share for batch, share in zip(batches, shares, strict=True)]).sum()
+
+    def _end_epoch(self, grower: Grower) -> None:
+        """Evaluate, let the grower decide, and step a schedule that counts epochs."""
+        # Step the schedule before `after_epoch`, so that its snapshot holds the learning rate of the next epoch. ReduceLROnPlateau needs
+        # the validation loss and has to be stepped afterwards.
+        is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
+        if self.scheduler is not None and not self._is_stepped_per_step and not is_plateau:
+            self.scheduler.step()
+        ended = grower.after_epoch(lambda: list(self._evaluate(grower)))
+        if is_plateau:
+            self.scheduler.step(ended.val_loss)
+
+    def _evaluate(self, grower: Grower | None) -> Iterator[tuple[Tensor, int]]:
+        """Yield the loss and the number of samples of every validation batch. The random streams of the training are not advanced."""
+        with isolated(self.model), torch.no_grad():
+            self.model.eval()
+            for raw in self.val_loader:
+                batch = move(raw, self.device)
+                yield self._loss(batch).detach(), size_of(batch)
+                if grower is not None:
+                    grower.count_evaluation(size_of(batch))
+
+    def _loss(self, batch: Any) -> Tensor:
+        with self._autocast():
+            return checked(self.step_loss(self.model, batch))
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        precision = self.config.precision
+        return nullcontext() if precision == "float32" else torch.autocast(self.device.type, dtype=getattr(torch, precision))
 
     def _finish(self, grower: Grower, status: Status, seconds: float, *, had_finished: bool) -> Grown:
         """Prune the seeds that are not fossilized, bake the model, evaluate it and return the result."""
@@ -405,13 +408,13 @@ def objection(grower: Grower) -> str:
 
 
 def describe_optimizer(optimizer: Optimizer) -> str:
-    """Return a text such as "AdamW, learning rate 0.001", with the initial learning rate."""
+    """Return a text such as "AdamW, learning rate 0.001"; the learning rate is the one before the schedule's first step."""
     rates = sorted({float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups})
     return f"{type(optimizer).__name__}, learning rate {' / '.join(f'{rate:g}' for rate in rates)}"
 
 
 def step_loss_of(loss_fn: LossFunction | None, step_loss: StepLoss | None) -> StepLoss:
-    """Return a function from model and batch to loss, made from the one of both arguments that is given."""
+    """Return the step loss: `step_loss` itself, or a function made from `loss_fn`, which it has as an attribute. One of them is None."""
     if (loss_fn is None) == (step_loss is None):
         raise GrowthError("pass either loss_fn, for batches of (inputs, targets), or step_loss=lambda model, batch: ..., for anything else")
     name, given = ("loss_fn", loss_fn) if step_loss is None else ("step_loss", step_loss)

@@ -5,9 +5,9 @@ output; an idle slot only calls the submodule. A seed in a slot is not registere
 and parameter counts do not see it. It is in the host's state dict, though: see `host/state_dict.py`.
 
 Patches. `forward` is set on the instance, where `module(...)` finds it. A forward hook of torch would work too, but a module with a hook
-takes a slower path in every call: 7 µs for a hook that does nothing; a patch costs a tenth of it (docs/log.md).
+takes a slower path in every call. A hook that does nothing costs 7 µs, a patch a tenth of that (docs/log.md).
 
-Copies. A copy of the host has copies of its slots. A copy that holds averaged weights does not grow with the original; it warns if it is
+Copies. A copy of the host has copies of its slots, and does not grow with the original. A copy that holds averaged weights warns if it is
 used after the original has grown.
 
 `OptimizerFollower` makes seeds do what the host does. They step whenever the user's optimiser steps. Their gradients are cleared whenever
@@ -36,6 +36,8 @@ from torch.utils.hooks import RemovableHandle
 from esper.growth.host.layout import Place
 from esper.growth.seeds.seed import Seed, innermost, nested
 
+Forward = Callable[..., Any]
+
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield all tensors in a tree of mappings, tuples, lists and dataclasses."""
@@ -53,15 +55,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def samples_in(arguments: Any) -> int:
-    """Return the leading size of the first tensor that has one, or 0 if there is none, which is allowed in a call of a model."""
+    """Return the leading size of the first tensor that has one; 0 if there is none, because a model may be called without tensors."""
     return next((tensor.size(0) for tensor in tensors_in(arguments) if tensor.ndim > 0), 0)
 
 
-Forward = Callable[..., Any]
-
-
 def keep_running(module: nn.Module, arguments: Any) -> None:
-    """Do nothing. As a forward pre-hook of a submodule, it keeps the modules around it from computing the submodule by a fused kernel."""
+    """Do nothing. If a submodule has this forward pre-hook, the modules around it do not replace the submodule by a fused kernel."""
 
 
 class ForwardPatch:
@@ -102,13 +101,13 @@ class ModelPatch(ForwardPatch):
     """Patch of the forward of a whole model. It counts the samples of the calls with gradients, and lets a grower record and follow them.
 
     The patch object itself is set as `forward`, with the signature of the original: libraries read the signature of a model's forward to
-    decide which inputs it takes. A copy of the model has no grower.
+    decide which inputs it takes. The patch in a copy of the model belongs to no grower.
     """
 
     def __init__(self) -> None:
         self.samples = 0  # in all calls with gradients since a grower last set it to 0
         self.recording: Callable[[], AbstractContextManager[None]] | None = None  # entered around every call with gradients
-        self.follower: OptimizerFollower | None = None  # of the grower that is active
+        self.follower: OptimizerFollower | None = None  # of the active grower
         self._is_running = False  # a call of the model is under way
 
     def attach(self, module: nn.Module) -> None:
@@ -139,7 +138,7 @@ class ModelPatch(ForwardPatch):
         return inspect.signature(self.inner)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the grower."""
+        """Leave out everything that belongs to the grower."""
         return {**super().__getstate__(), "recording": None, "follower": None, "samples": 0, "_is_running": False}
 
 
@@ -152,21 +151,21 @@ def around(module: nn.Module) -> ForwardPatch | None:
 
 def own_forward(module: nn.Module) -> Forward:
     """Return the module's forward without a patch."""
-    wrapper = around(module)
-    return module.forward if wrapper is None else wrapper.inner
+    patch = around(module)
+    return module.forward if patch is None else patch.inner
 
 
 @contextmanager
 def forward_replaced(module: nn.Module, forward: Forward) -> Iterator[None]:
     """Replace the module's own forward inside the `with` block. Its hooks and its patch, such as a slot, still run."""
-    wrapper = around(module)
-    if wrapper is not None:
-        own = wrapper.inner
-        wrapper.inner = forward
+    patch = around(module)
+    if patch is not None:
+        own = patch.inner
+        patch.inner = forward
         try:
             yield
         finally:
-            wrapper.inner = own
+            patch.inner = own
         return
     attributes = vars(module)
     before = attributes.get("forward")  # None unless the user has replaced it on this instance
@@ -183,7 +182,7 @@ def forward_replaced(module: nn.Module, forward: Forward) -> Iterator[None]:
 class SeedHome(NamedTuple):
     """The module in which a seed is registered when it is baked.
 
-    Usually the module whose output the seed changes; a layer inside that module if it runs or counts its children.
+    This is the module whose output the seed changes. If that module runs or counts its children, it is a layer inside it.
     """
 
     module: nn.Module
@@ -226,15 +225,15 @@ class Slot(ForwardPatch):
         self.observer: Observer | None = None
         self.is_idle = True  # the forward pass skips everything but the submodule
         self.ignores_loads = False  # loading a state dict into the host does not change the seed
-        self.plantings = 0  # how often the slot's content was replaced
+        self.plantings = 0  # number of times that a seed was put into the slot or removed
         self._alpha = 0.0  # the value of the seed's alpha buffer, readable without waiting for the device
         self._handles: list[RemovableHandle] = []
-        # Only in a copy: the slot it was copied from, that slot's `plantings`, and the versions of the copy's weights at that time.
+        # Only in a copy: the original slot; and its `plantings` and the copy's `_weight_versions` at the time of copying.
         self._origin: weakref.ref[Slot] | None = None
         self._origin_mark = (0, 0)
 
     def attach_to(self, module: nn.Module, home: SeedHome) -> None:
-        """Wrap the forward pass of `module`, and add the seed to the state dict of `home.module`."""
+        """Patch the forward of `module`, and let the state dict of `home.module` include the seed."""
         self.attach(module)
         self.home = home
         self._handles = [
@@ -318,7 +317,7 @@ class Slot(ForwardPatch):
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the observer and the origin: a copy has none of the original's."""
+        """Leave out the observer and the origin; `__deepcopy__` sets the origin of a copy."""
         return {**super().__getstate__(), "observer": None, "_origin": None, "is_idle": not self.is_connected}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
@@ -331,7 +330,7 @@ class Slot(ForwardPatch):
         return copied
 
     def _weight_versions(self) -> int:
-        """Return how often the weights of the submodule were changed in place, added up."""
+        """Return the number of in-place changes of the submodule's weights, summed over the weights."""
         if "module" not in self.__dict__:
             return 0
         return sum(weight._version for weight in self.module.parameters() if not weight.is_inference())
@@ -392,7 +391,7 @@ class _LoadSeed:
 
 
 class ZeroGradPatch:
-    """Patch of `zero_grad` of a model or optimiser, which calls `after(set_to_none)` afterwards; torch has no hook for it.
+    """Patch of a model's or optimiser's `zero_grad`, which calls `after(set_to_none)` afterwards; torch has no hook for it.
 
     In a copy of the owner, `after` is None and only the original `zero_grad` is called.
     """
@@ -423,7 +422,7 @@ class ZeroGradPatch:
         return {**self.__dict__, "after": None}
 
     def detach(self) -> None:
-        """Restore the original `zero_grad`. If another patch was put over this one, this one stays and does nothing."""
+        """Restore the original `zero_grad`. If someone else has patched over this patch, it stays and only calls the original."""
         self.after = None
         if vars(self.owner).get("zero_grad") is self:
             if self._before is None:
@@ -440,7 +439,7 @@ def drop_copied_zero_grad(owner: nn.Module | Optimizer) -> None:
 
 
 class OptimizerFollower:
-    """Hooks on the user's optimiser and model that report its steps, and when the host's gradients are cleared.
+    """Hooks on the user's optimiser and model that report the optimiser's steps, and when the host's gradients are cleared.
 
     `before_step()` is called before each step, `step()` after each step that had a gradient, and `zero_grad(set_to_none)` when the host's
     gradients are cleared. `is_pending()` returns whether seeds have gradients to clear. `models` are the module that the user calls and the
@@ -465,15 +464,15 @@ class OptimizerFollower:
         self._backward = -1  # id of the last backward pass that was seen
         self._hooks = [self.optimizer.register_step_pre_hook(self._before_step), self.optimizer.register_step_post_hook(self._after_step)]
         owners: list[nn.Module | Optimizer] = [*nested(optimizer), *dict.fromkeys(models)]
-        self._wrappers = [ZeroGradPatch(owner, self._after_zero_grad) for owner in owners]
+        self._patches = [ZeroGradPatch(owner, self._after_zero_grad) for owner in owners]
 
     def stop(self) -> None:
         """Remove all hooks and patches from optimiser and model."""
         self.is_active = False
         for hook in self._hooks:
             hook.remove()
-        for wrapper in reversed(self._wrappers):
-            wrapper.detach()
+        for patch in reversed(self._patches):
+            patch.detach()
 
     def forget_failed_steps(self) -> None:
         """Reset the depth of nested steps; call it between two steps. A step that raised an error has not run its post hook."""
@@ -489,11 +488,11 @@ class OptimizerFollower:
                 tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
 
     def _begin_backward(self, gradient: Tensor) -> None:
-        # Check only once per backward pass: later in it, seeds may have got gradients and the host none yet.
+        # Check only once per backward pass: later in the same pass, seeds may already have gradients that the host does not have yet.
         number = torch._C._current_graph_task_id()
         if number != self._backward:
             self._backward = number
-            self._drop_if_host_has_none()
+            self._clear_unless_host_has_gradient()
 
     # Keep these hooks out of a compiled optimiser step: traced, they would be recompiled in every step. The decorator is the one that
     # torch's optimisers use; the public one imports the compiler at once.
@@ -504,7 +503,7 @@ class OptimizerFollower:
         if self._depth == 1 and self.is_active:
             self._before()
             has_closure = named.get("closure") is not None or (len(arguments) > 1 and arguments[1] is not None)
-            self._has_gradient = has_closure or self._drop_if_host_has_none()
+            self._has_gradient = has_closure or self._clear_unless_host_has_gradient()
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _after_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -516,8 +515,8 @@ class OptimizerFollower:
         if self.is_active:
             self._zero_grad(set_to_none)
 
-    def _drop_if_host_has_none(self) -> bool:
-        """Return whether a trained parameter has a gradient; True if all are frozen. If none has, clear the seeds' gradients too."""
+    def _clear_unless_host_has_gradient(self) -> bool:
+        """Return whether a trained parameter of the host has a gradient; True if all are frozen. If none has, clear those of the seeds."""
         trained = (parameter for group in self._outer.param_groups for parameter in group["params"] if parameter.requires_grad)
         parameter = next(trained, None)
         if parameter is None or parameter.grad is not None or any(other.grad is not None for other in trained):
@@ -527,5 +526,5 @@ class OptimizerFollower:
         return False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave everything out: a copy, as some optimisers make with their hooks, follows nothing."""
-        return {"is_active": False, "_depth": 0, "_has_gradient": False, "_backward": -1, "_hooks": [], "_wrappers": []}
+        """Leave everything out: some optimisers are copied with their hooks, and a copy of the follower must do nothing."""
+        return {"is_active": False, "_depth": 0, "_has_gradient": False, "_backward": -1, "_hooks": [], "_patches": []}

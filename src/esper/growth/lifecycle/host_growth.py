@@ -1,4 +1,4 @@
-"""Growth of one host, epoch by epoch: its losses, the lifecycles of its slots, its ledger and its governor; everything except tensors.
+"""Growth of one host, epoch by epoch: its losses, the lifecycles of its slots, its ledger and its governor; everything except weights.
 
 `HostGrowth` joins these parts. A `Grower` has one for the user's model, and a fleet has one per host, so both follow the same rules.
 `History` holds losses, samples, FLOPs and seconds; losses stay on the device and are read once per epoch. The functions between them build
@@ -55,23 +55,22 @@ class History:
         self.flops = 0  # spent so far, over the steps whose number of samples is known
         self.length: int | None = None  # steps in the last epoch; None before the end of the first
         self.samples: int | None = None  # samples in the last epoch; None if unknown
-        self.steps = 0  # of this epoch, so far
+        self.steps = 0  # steps of this epoch, so far
         self._checks = checks_per_epoch
         self._losses: list[Tensor] = []  # losses of this epoch, on the device
         self._loaded = torch.empty(0)  # losses of this epoch from before the run was resumed
-        self._samples = 0  # of this epoch, so far
-        self._lap_samples = 0  # since the last call of `lap`
-        self._began = time.perf_counter()
+        self._samples = 0  # samples of this epoch, so far
+        self._lap_samples = 0  # samples since the last call of `lap`
+        self._lap_began = time.perf_counter()
         self.data_wait: float | None = None  # seconds spent waiting for data in this epoch; None: not measured
-        self.skipped = 0  # steps that the host's optimiser skipped since the last report of an epoch
+        self.skipped = 0  # steps that the host's optimiser skipped since the last EpochEnded event
         self.step_seconds: float | None = None  # mean seconds per step of the last epoch; None: not measured
-        self._clock_began: float | None = None  # when the first measured step of this epoch began
-        self._timed_steps = 0
+        self._clock_began: float | None = None  # when the clock was started in this epoch; None: the steps are not timed
+        self._untimed_steps = 0  # steps of this epoch before the clock was started, which happens after a resume
 
     def start_clock(self) -> None:
         """Start to measure the training steps of an epoch, or the rest of it after a resume. `chunks` ends the measurement."""
-        # Count down by the steps that were taken before; `chunks` adds all steps of the epoch.
-        self._clock_began, self._timed_steps, self.data_wait = time.perf_counter(), -self.steps, 0.0
+        self._clock_began, self._untimed_steps, self.data_wait = time.perf_counter(), self.steps, 0.0
 
     def note_step(self, loss: Tensor, *, samples: int | None, flops_per_sample: int) -> None:
         """Note one training step. `loss` is not read before the end of the epoch."""
@@ -83,7 +82,7 @@ class History:
             self.flops += samples * flops_per_sample
 
     def note_steps(self, steps: int, *, samples: int, flops: int) -> None:
-        """Note several steps at once, whose losses are kept elsewhere."""
+        """Note several steps at once. The caller keeps their losses."""
         self.steps += steps
         self._samples += samples
         self._lap_samples += samples
@@ -102,9 +101,9 @@ class History:
         losses = self._read()
         # All steps are done now: reading their losses has waited for the device.
         if self._clock_began is not None:
-            self._timed_steps += self.steps
             seconds, self._clock_began = time.perf_counter() - self._clock_began, None
-            self.step_seconds = seconds / self._timed_steps if self._timed_steps else None
+            timed_steps = self.steps - self._untimed_steps
+            self.step_seconds = seconds / timed_steps if timed_steps else None
         means: list[float] = chunk_means(losses, self._checks).tolist() if len(losses) else []
         return means
 
@@ -132,7 +131,7 @@ class History:
     def lap(self) -> tuple[float, int]:
         """Return the seconds and samples since the last call."""
         now = time.perf_counter()
-        seconds, self._began = now - self._began, now
+        seconds, self._lap_began = now - self._lap_began, now
         samples, self._lap_samples = self._lap_samples, 0
         return seconds, samples
 
@@ -155,7 +154,7 @@ class History:
         self.samples = state["samples_per_epoch"]
         self.skipped = state.get("skipped", 0)  # missing in files of earlier versions
         self._losses, self._loaded = [], state["losses"].cpu()
-        self._began = time.perf_counter()
+        self._lap_began = time.perf_counter()
 
 
 def chunk_means(losses: Tensor, checks: int) -> Tensor:
@@ -291,7 +290,7 @@ class HostGrowth(Generic[AnyBackend]):
     # Deciding
 
     def state(self, *, learning_rate: float) -> GrowthState:
-        """Return the state that a controller decides on."""
+        """Return the input of a controller."""
         allowed = self.lifecycles.allowance()
         return GrowthState(
             epoch=self.epoch,
@@ -339,7 +338,7 @@ class HostGrowth(Generic[AnyBackend]):
     # The end of an epoch
 
     def on_trial(self) -> dict[str, float]:
-        """Return the seeds whose contribution is measured at the end of this epoch, with the confidence of each interval.
+        """Return the slots whose seeds' contributions are measured at the end of this epoch, with the confidence of each interval.
 
         These are the seeds whose shortest probation is over by then. Each is measured again after every further epoch, up to the end of
         the training, and the confidence accounts for all of these looks.
@@ -353,7 +352,7 @@ class HostGrowth(Generic[AnyBackend]):
         }
 
     def suspects(self) -> dict[str, int]:
-        """Return the connected seeds that are not fossilized, with their numbers. One of them may have caused a disaster."""
+        """Return the slots with a connected seed that is not fossilized, and the seeds' numbers. One of them may have caused a disaster."""
         return {
             name: backend.life.number
             for name, backend in self.lifecycles.backends.items()
@@ -361,13 +360,13 @@ class HostGrowth(Generic[AnyBackend]):
         }
 
     def find_scale(self, chunks: list[float], val_loss: float) -> None:
-        """Set the scale from the losses of the first epoch if it is not known yet. Every rank must call this with the same losses."""
+        """Set the scale from the losses of an epoch, usually the first, if it is not known yet. All ranks must pass the same losses."""
         first = sum(chunks) / len(chunks) if chunks else val_loss
         if self.scale is None and math.isfinite(first):
             self._set_scale(LossRange.of(first, loss_range=self.config.loss_range, is_guess=True))
 
     def verdict(self, chunks: list[float], val_loss: float) -> Verdict:
-        """Return the governor's verdict on an epoch. `chunks` are the mean training losses of its parts, in order."""
+        """Return the governor's verdict on an epoch. `chunks` are the mean training losses of its parts, in order. May set the scale."""
         self.find_scale(chunks, val_loss)
         return self.governor.judge(chunks, val_loss, is_blameless=not self.suspects())
 
@@ -444,7 +443,7 @@ class HostGrowth(Generic[AnyBackend]):
         """Return the state except for the seeds and the governor's losses, which are saved together with the weights of the host."""
         return {
             "ledger": msgspec.to_builtins(self.ledger),
-            "chronicle": self.history.state_dict(),
+            "chronicle": self.history.state_dict(),  # "chronicle" is the name that History had in earlier versions
             "epoch": self.epoch,
             "promises": [[slot, blueprint, value] for (slot, blueprint), value in self.promises.items()],
             "scale": None if self.scale is None else [self.scale.uninformed, self.scale.range, self.scale.is_guess],

@@ -1,7 +1,7 @@
 """Lifecycles of the slots of one host: the moves of seeds from stage to stage, their costs, and the slots as a controller sees them.
 
-`SlotLifecycles` makes the moves. It does not check whether a move is allowed or useful: the gates (`stages.may_...`) decide the first, the
-controller the second. It holds its seeds through a `SlotBackend` per slot. `ModuleBackend` is the one for a single model: the seed is a
+`SlotLifecycles` makes the moves. It does not check whether a move is allowed, which the gates (`stages.may_...`) decide, or useful, which
+the controller decides. It holds its seeds through a `SlotBackend` per slot. `ModuleBackend` is the one for a single model: the seed is a
 module behind a submodule of the host, with an optimiser of its own. A fleet has another one, whose seeds are rows of stacked tensors.
 """
 
@@ -47,7 +47,7 @@ AnyBackend = TypeVar("AnyBackend", bound=SlotBackend)
 def options_for(place: Place, config: GrowthConfig) -> tuple[Blueprint, ...]:
     """Return the blueprints that may grow in a place.
 
-    Gated blending reads a whole sequence. It is therefore ruled out in causal places, and where a seed must treat every position alone.
+    There are none in a causal place, or where a seed must treat every position alone, if seeds blend by a gate: a gate reads all positions.
     """
     is_closed = (place.is_causal or bool(place.alone)) and config.lifecycle.blending == "gate"
     return () if is_closed else blueprints_for(place, config.blueprints)
@@ -85,16 +85,25 @@ class SlotLifecycles(Generic[AnyBackend]):
         backend.plant(SeedPlan(blueprint, random_seed, rules.blending, is_joint, alpha=1.0 if is_joint else 0.0, warmup=self._warmup()))
         backend.life = Life(blueprint=blueprint, number=number, tried=backend.life.tried)
 
-        # GERMINATED is only passed through: the seed learns from its first step on.
         cost = self.price(name, blueprint)
         self.ledger.entries.append(
             Entry(number, name, blueprint, rules.raise_mode, self.epoch, reason, cost.parameters, cost.flops, steps=[])
         )
+        # A seed leaves GERMINATED at once, because it learns from its first step on.
         self._enter(name, Stage.GERMINATED, reason)
         if is_joint:
             self._enter(name, Stage.HOLDING, "it is the identity, so it learns with the host from the start")
         else:
             self._enter(name, Stage.TRAINING, "it learns in the shadow")
+
+    def _warmup(self) -> int:
+        """Return the number of steps over which the learning rate of a new seed rises.
+
+        It is 0 for a seed raised in the shadow, which the host does not see yet, and before the first epoch, when the host is untrained
+        too.
+        """
+        is_joint = self.config.lifecycle.raise_mode == "joint"
+        return round(self.config.seed_optimizer.warmup_epochs * self.steps_per_epoch) if is_joint else 0
 
     def blend(self, name: str, reason: str, *, alpha: float | None = None) -> None:
         """Start to move alpha to `alpha`, or to the configured target. Connect a seed that was raised in the shadow."""
@@ -126,7 +135,7 @@ class SlotLifecycles(Generic[AnyBackend]):
     def prune(self, name: str, reason: str, *, outcome: Outcome = "pruned") -> None:
         """Remove the seed at once, with its weights, and put the slot under embargo."""
         backend = self.backends[name]
-        # Write the end into the ledger first: the new life below no longer has the number of the seed.
+        # Write the end into the ledger first: the new life below does not have the number of the seed.
         self._enter(name, Stage.PRUNED, reason)
         self._close(name, outcome)
         blueprint = backend.life.blueprint
@@ -172,7 +181,7 @@ class SlotLifecycles(Generic[AnyBackend]):
         entry.steps.append(Step(self.epoch, Stage.PRUNED, reason))
 
     def _embargo(self, name: str) -> None:
-        """Move a slot from PRUNED to EMBARGOED, and on to DORMANT where the embargo lasts 0 epochs."""
+        """Move a slot from PRUNED to EMBARGOED, and on to DORMANT if the embargo lasts 0 epochs."""
         life, epochs = self.backends[name].life, self.config.lifecycle.embargo_epochs
         self._enter(name, Stage.EMBARGOED, f"nothing grows here for {epochs} epochs")
         life.embargo_left = epochs
@@ -201,10 +210,10 @@ class SlotLifecycles(Generic[AnyBackend]):
     def _entry(self, life: Life) -> Entry | None:
         return None if life.number is None else self.ledger.entries[life.number - 1]
 
-    # Time
+    # Ramps, ends of epochs and measurements
 
     def _ramp(self, backend: AnyBackend, target: float, epochs: int) -> None:
-        """Let alpha move to `target` over `epochs` epochs; at once if that is 0."""
+        """Let alpha move to `target` over this number of epochs; 0 moves it at once."""
         steps = epochs * max(self.steps_per_epoch, 1)
         if steps == 0:
             backend.alpha, backend.life.ramp = target, None
@@ -224,7 +233,6 @@ class SlotLifecycles(Generic[AnyBackend]):
                 life.age += 1
             if (gradients := backend.gradients()) is not None:
                 life.gradients = gradients
-            # Moves that need no decision.
             if life.stage is Stage.BLENDING and (life.ramp is None or life.ramp.done >= life.ramp.steps):
                 life.ramp = None
                 if life.is_withdrawing:
@@ -235,6 +243,16 @@ class SlotLifecycles(Generic[AnyBackend]):
                 life.embargo_left -= 1
                 if life.embargo_left <= 0:
                     self._enter(name, Stage.DORMANT, "the embargo is over")
+
+    def note_contribution(self, name: str, contribution: Contribution) -> None:
+        """Remember a measured contribution of the seed in a slot, in its life and in the ledger."""
+        life = self.backends[name].life
+        life.contribution, life.looks = contribution, life.looks + 1
+        entry = self._entry(life)
+        if entry is not None:
+            gain = contribution.gain
+            entry.gain, entry.gain_low, entry.gain_high = gain.estimate, gain.low, gain.high
+            entry.rent = self.rent(name)
 
     def set_unit(self, unit: float) -> None:
         """Set the unit of the loss. Rents, the clipping of gradients and their health are relative to it."""
@@ -262,10 +280,10 @@ class SlotLifecycles(Generic[AnyBackend]):
         known = self._prices.get((name, blueprint))
         if known is None or known[0] is not REGISTRY.get(blueprint):  # a user may have registered another blueprint under this name
             current = get_blueprint(blueprint)
-            known = self._prices[name, blueprint] = current, self._priced(current, self.backends[name].place)
+            known = self._prices[name, blueprint] = current, self._compute_price(current, self.backends[name].place)
         return known[1]
 
-    def _priced(self, blueprint: Blueprint, place: Place) -> Cost:
+    def _compute_price(self, blueprint: Blueprint, place: Place) -> Cost:
         """Compute the cost of a seed: its branch, and the gate if seeds blend by one."""
         branch = cost_of(blueprint, place)
         if self.config.lifecycle.blending != "gate":
@@ -317,7 +335,7 @@ class SlotLifecycles(Generic[AnyBackend]):
         )
 
     def rent(self, name: str) -> float:
-        """Return the rent of the seed in a slot: the rise of the total rent that it causes beside all others."""
+        """Return the rent of the seed in a slot: the rise of the total rent that it causes in addition to all other seeds."""
         return self._rent(self.cost(name), self.added())
 
     def _rent(self, own: Cost, added: Cost) -> float:
@@ -335,25 +353,6 @@ class SlotLifecycles(Generic[AnyBackend]):
                 rent = self.unit * marginal_rent(cost, added, self.host, self.config.rent)
                 found.append(Candidate(blueprint.name, cost, rent, promises.get((name, blueprint.name)), cost.parameters / positions))
         return tuple(found)
-
-    def note_contribution(self, name: str, contribution: Contribution) -> None:
-        """Remember a measured contribution of the seed in a slot, in its life and in the ledger."""
-        life = self.backends[name].life
-        life.contribution, life.looks = contribution, life.looks + 1
-        entry = self._entry(life)
-        if entry is not None:
-            gain = contribution.gain
-            entry.gain, entry.gain_low, entry.gain_high = gain.estimate, gain.low, gain.high
-            entry.rent = self.rent(name)
-
-    def _warmup(self) -> int:
-        """Return the number of steps over which the learning rate of a new seed rises.
-
-        It is 0 for a seed raised in the shadow, which the host does not see yet, and before the first epoch, when the host is untrained
-        too.
-        """
-        is_joint = self.config.lifecycle.raise_mode == "joint"
-        return round(self.config.seed_optimizer.warmup_epochs * self.steps_per_epoch) if is_joint else 0
 
     # State
 
@@ -379,7 +378,7 @@ class ModuleBackend(SlotBackend):
         self.slot = slot
         self.learner: SeedLearner | None = None
         self._slotted, self._optimizer, self._config, self._make = slotted, optimizer, config, make
-        self._learner(nn.ParameterList([torch.zeros(2, 2), torch.zeros(2)]))
+        self._make_learner(nn.ParameterList([torch.zeros(2, 2), torch.zeros(2)]))
 
     @property
     def is_connected(self) -> bool:
@@ -398,7 +397,7 @@ class ModuleBackend(SlotBackend):
         if not is_built_in(get_blueprint(plan.blueprint)):
             check_branch(get_blueprint(plan.blueprint), self.place)
         seed = Seed(self._slotted.place(self.place.name), plan.blueprint, random_seed=plan.random_seed, blending=plan.blending)
-        learner = self._learner(seed, warmup=plan.warmup)
+        learner = self._make_learner(seed, warmup=plan.warmup)
         self.slot.plant(seed, connected=plan.is_connected)
         self.slot.alpha = plan.alpha
         self.learner = learner
@@ -438,7 +437,7 @@ class ModuleBackend(SlotBackend):
             assert life.blueprint is not None
             seed = Seed(self._slotted.place(self.place.name), life.blueprint, random_seed=0, blending=blending)
             self.slot.plant(seed)
-            self.learner = self._learner(seed)
+            self.learner = self._make_learner(seed)
         assert self.slot.seed is not None
         assert self.learner is not None
         self.slot.seed.load_state_dict(state["seed"])
@@ -447,8 +446,8 @@ class ModuleBackend(SlotBackend):
         self.slot.is_kept = life.stage is Stage.FOSSILIZED
         self.slot.connect(state["is_connected"])
 
-    def _learner(self, seed: nn.Module, *, warmup: int = 0) -> SeedLearner:
-        """Build a learner with the settings of the optimiser's group that owns the module before the slot."""
+    def _make_learner(self, seed: nn.Module, *, warmup: int = 0) -> SeedLearner:
+        """Build a learner with the settings of the optimiser's group that holds the parameters of the slot's submodule."""
         group = group_of(self._optimizer, self._slotted.host.get_submodule(self.place.name), self._slotted.host)
         learner = SeedLearner(seed, self._optimizer, group, self._config, self._make, warmup=warmup)
         learner.loss_unit = self.loss_unit

@@ -1,4 +1,4 @@
-"""Seeds: modules that grow after a submodule of the host and change its output h to h + alpha·delta(h); and how they learn.
+"""Seeds: modules that grow after a submodule of the host and change its output h to h + alpha·delta(h); and their optimisers.
 
 A blueprint builds the branch of a seed. The blending says how the branch makes the delta:
 
@@ -14,9 +14,9 @@ Every seed starts with a new optimiser, so momentum never passes from one seed t
 makes full steps in all weights at once, and the host's loss would jump (docs/log.md).
 
 Loss scale. With a GradScaler, a seed's gradients are unscaled before they are measured, clipped and used. If the scaler skips the host's
-step, the seeds skip theirs. An overflow in a seed's gradient alone skips only that seed's step. On the CPU and with fused optimisers the
-step is really skipped; elsewhere the test would wait for the device, so the gradient is set to zero. Both are counted. An overflow in a
-seed does not lower the loss scale, which belongs to the host.
+step, the seeds skip theirs. If only a seed's own gradient overflows, only that seed's step is skipped, and the loss scale, which belongs to
+the host, is not lowered. On the CPU and with fused optimisers the step is really skipped. Elsewhere the test would wait for the device, so
+the step is made with a gradient of zero. Both are counted as skipped steps.
 
 Shapes: h and delta are [B, *place.shape].
 """
@@ -83,7 +83,7 @@ class Seed(nn.Module):
         self.branch = build_branch(get_blueprint(blueprint), place, seed=random_seed)
         self.gate = _make_gate(place, random_seed) if blending == "gate" else None
         self.blending = blending
-        self.baked_as = ""  # in a baked seed, which a forward hook applies: its name relative to the module whose output it changes
+        self.baked_as = ""  # name relative to the module whose output it changes; "" unless it is baked, when a forward hook applies it
         self._pooled = _pooled_dimensions(place)
         self.register_buffer("alpha", torch.zeros((), dtype=place.dtype, device=place.device))
         # Not a buffer, because an average of models would average its bytes.
@@ -95,9 +95,9 @@ class Seed(nn.Module):
         if self.blending == "multiply":
             return h * branch.tanh()
         if self.gate is not None:
-            opening: Tensor = self.gate(h.mean(dim=self._pooled) if self._pooled else h).sigmoid()  # [B, 1]
+            opening: Tensor = self.gate(h.mean(dim=self._pooled) if self._pooled else h).sigmoid()  # [B, 1], within (0, 1)
             sizes = [1] * h.ndim
-            sizes[self.spec.batch_axis] = -1
+            sizes[self.spec.batch_axis] = -1  # B
             return opening.reshape(sizes) * branch
         return branch
 
@@ -155,6 +155,7 @@ def _pooled_dimensions(place: Place) -> tuple[int, ...]:
 
 
 def _make_gate(place: Place, random_seed: int) -> nn.Module:
+    """Build the gate: [B, place.width] to [B, 1]. Raise GrowthError where a seed must not use all positions."""
     if place.is_causal or place.alone:
         reason = "is causal" if place.is_causal else f"must not: {place.alone}"
         raise GrowthError(
@@ -171,7 +172,9 @@ def reading_waits(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-MakeOptimizer = Callable[[list[nn.Parameter], float], Optimizer]
+MakeOptimizer = Callable[[list[nn.Parameter], float], Optimizer]  # (parameters, learning rate) -> optimiser of a seed
+
+_PASS_ANOTHER = "pass another one as seed_optimizer=lambda parameters, learning_rate: torch.optim.AdamW(parameters, lr=learning_rate)"
 
 
 class SeedLearner:
@@ -189,7 +192,7 @@ class SeedLearner:
         self.config = config
         self._host, self._group = host, group
         self.optimizer = make(self.parameters, self.rate) if make is not None else _like(innermost(host), group, self.parameters)
-        _check_steps_alone(self.optimizer)
+        _check_needs_no_closure(self.optimizer)
         self._norms: list[Tensor] = []  # gradient norms of the steps since the last report, on the device
         self._skipped: Tensor | int = 0  # steps since the last report that were skipped because of the host's gradient
         self.loss_unit = 1.0  # see LossRange: clipping and health are relative to it
@@ -212,7 +215,8 @@ class SeedLearner:
         if scale is not None:
             for gradient in gradients:
                 gradient.copy_(unscaled(gradient, scale))
-        # If reading does not wait for the device, skip the step here: when the host skips its step, or when this gradient is not finite.
+        # On the CPU, where reading a tensor does not wait for a device, skip the step here if the host skips its own, or if this gradient
+        # is not finite.
         norm = get_total_norm(gradients)
         may_read = not reading_waits(norm)
         if may_read and found_inf is not None and float(found_inf) > 0:
@@ -241,7 +245,7 @@ class SeedLearner:
             clip_grads_with_norm_(self.parameters, self.config.max_grad_norm * self.loss_unit, norm)
 
     def tick(self, *, is_skipped: Tensor | bool = False) -> None:
-        """Count a training step. `is_skipped` says that neither the host nor the seed has stepped."""
+        """Count a training step for the warm-up. `is_skipped` says that neither the host nor the seed has stepped in it."""
         self._steps += 1
         self._skipped = self._skipped + is_skipped
 
@@ -300,7 +304,7 @@ def _skipped_where(is_bad: Tensor, optimizer: Optimizer) -> Iterator[None]:
 
 
 def nested(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimiser and those that it wraps, outermost first; accelerate, Lightning and SAM wrap optimisers."""
+    """Return the optimiser and those that it wraps, outermost first. Accelerate, Lightning and SAM wrap optimisers."""
     found = [optimizer]
     while len(inner := [value for value in vars(found[-1]).values() if isinstance(value, Optimizer)]) == 1 and inner[0] not in found:
         found.append(inner[0])
@@ -332,21 +336,18 @@ def _like(host: Optimizer, group: int, parameters: list[nn.Parameter]) -> Optimi
     try:
         return kind(parameters, **{name: settings[name] for name in host.defaults if name in settings and (takes_all or name in accepted)})
     except Exception as error:
-        raise GrowthError(f"an optimiser for seeds cannot be made like the host's ({kind.__name__}): {error}; {_OWN}") from error
+        raise GrowthError(f"an optimiser for seeds cannot be made like the host's ({kind.__name__}): {error}; {_PASS_ANOTHER}") from error
 
 
-def _check_steps_alone(optimizer: Optimizer) -> None:
+def _check_needs_no_closure(optimizer: Optimizer) -> None:
     """Raise a GrowthError if the optimiser's `step` requires a closure."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise GrowthError(f"{type(optimizer).__name__} computes the loss itself in every step, which seeds cannot do; {_OWN}")
-
-
-_OWN = "pass another one as seed_optimizer=lambda parameters, learning_rate: torch.optim.AdamW(parameters, lr=learning_rate)"
+        raise GrowthError(f"{type(optimizer).__name__} computes the loss itself in every step, which seeds cannot do; {_PASS_ANOTHER}")
 
 
 def group_of(optimizer: Optimizer, module: nn.Module, host: nn.Module) -> int:
-    """Return the index of the group that holds a parameter of the submodule; if none does, of any group with parameters of the host."""
+    """Return the index of the first group with a parameter of the submodule; if none has one, of the first with one of the host; else 0."""
 
     def find(parameters: Iterable[nn.Parameter]) -> int | None:
         wanted = {id(parameter) for parameter in parameters}
