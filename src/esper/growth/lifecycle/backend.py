@@ -1,4 +1,4 @@
-"""Backend of a slot: holds the seed and its life, behind one interface for models and fleets.
+"""Backend of a slot: the life of its seed, and the operations on the seed, behind one interface for models and fleets.
 
 `SlotLifecycles` moves seeds from stage to stage without knowing how they are stored. In a model, a seed is a module behind a slot
 (`ModuleBackend`); in a fleet, it is a row of stacked tensors. Both follow the same rules.
@@ -45,7 +45,7 @@ class Life(msgspec.Struct):
     ramp: Ramp | None = None
     is_withdrawing: bool = False
     why_withdrawn: str = ""
-    embargo_left: int = 0  # epochs
+    embargo_left: int = 0  # epochs until the slot is dormant again
     gradients: GradientStats | None = None
     contribution: Contribution | None = None
     looks: int = 0  # number of times that the contribution of this seed was measured

@@ -53,8 +53,8 @@ class Entry(msgspec.Struct):
     def why(self) -> str:
         """Reason for its present state. For a seed that was withdrawn, the reason was given when alpha began to fall."""
         reasons = [self.reason, *(step.reason for step in self.steps)]
-        is_gentle = self.outcome == "pruned" and was_withdrawn([step.stage for step in self.steps])
-        return reasons[-2] if is_gentle else reasons[-1]
+        is_withdrawn = self.outcome == "pruned" and was_withdrawn([step.stage for step in self.steps])
+        return reasons[-2] if is_withdrawn else reasons[-1]
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -124,7 +124,7 @@ class SeedLife(Protocol):
 
 
 def ledger_rows(lives: Iterable[SeedLife], *, is_short: bool = False) -> list[Row]:
-    """Return one row per seed, with the columns of LEDGER_HEADING."""
+    """Return one row per seed, with the columns of LEDGER_HEADING. With `is_short`, intervals are written as ±."""
     return [
         (
             str(life.number),

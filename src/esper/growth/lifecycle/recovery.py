@@ -24,6 +24,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 
@@ -40,6 +41,8 @@ from esper.growth.lifecycle.slots import ModuleBackend, SlotLifecycles
 from esper.growth.seeds.seed import nested
 from esper.runs.tensors import Tree
 
+State = dict[str, Any]
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -52,7 +55,8 @@ class Snapshot:
 class SnapshotHistory:
     """The latest snapshots of one host: at most `keep`, one per epoch. Models and fleets share these rules, and differ in the storage.
 
-    `_store(state, over)` returns what is kept of a state. `over` was kept of the snapshot that the new one replaces; None if there is none.
+    `_store(state, over)` returns the form in which a state is kept. `over` is the stored state of the snapshot that the new one replaces;
+    None if it replaces none.
     """
 
     def __init__(self, keep: int) -> None:
@@ -111,12 +115,12 @@ class Snapshots(SnapshotHistory):
         return sum(tensor.nbytes for entry in self._entries for tensor in _tensors(entry.state))
 
     def _store(self, state: Tree, over: Tree) -> Tree:
-        return _copy(state, over=over)
+        return copy_of(state, over=over)
 
     def add(self, place: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
         """Copy tensors into the dict at path `place` of every snapshot, except under names that it already has."""
         for entry in self._entries:
-            for name, tensor in _copy(dict(tensors)).items():
+            for name, tensor in copy_of(dict(tensors)).items():
                 self._dict_at(entry, place).setdefault(name, tensor)
 
     def latest_keys(self, place: Sequence[str]) -> set[str]:
@@ -132,7 +136,7 @@ class Snapshots(SnapshotHistory):
 
     def latest(self) -> Snapshot | None:
         """Return a copy of the latest snapshot; None if there is none."""
-        return replace(self._entries[-1], state=_copy(self._entries[-1].state)) if self._entries else None
+        return replace(self._entries[-1], state=copy_of(self._entries[-1].state)) if self._entries else None
 
     def state_dict(self) -> dict[str, Tree]:
         """Return the stored snapshots without copying them. Write them to disk before the next one is taken."""
@@ -140,16 +144,11 @@ class Snapshots(SnapshotHistory):
 
     def load_state_dict(self, state: dict[str, Tree]) -> None:
         """Copy saved snapshots; only the latest `keep` of them."""
-        self._entries = [Snapshot(entry["epoch"], _copy(entry["state"])) for entry in state["entries"][-self.keep :]]
+        self._entries = [Snapshot(entry["epoch"], copy_of(entry["state"])) for entry in state["entries"][-self.keep :]]
 
 
-def copy_of(state: Tree) -> Tree:
-    """Return a copy of a tree in CPU memory."""
-    return _copy(state)
-
-
-def _copy(state: Tree, *, over: Tree = None) -> Tree:
-    """Copy `state` to CPU memory. Reuse the memory of `over` where it has a tensor of the same shape and dtype at the same place."""
+def copy_of(state: Tree, *, over: Tree = None) -> Tree:
+    """Copy a tree to CPU memory. Reuse the memory of `over` where it has a tensor of the same shape and dtype at the same place."""
     devices: set[torch.device] = set()
     with torch.no_grad():
         result = _copy_tree(state, over, devices)
@@ -195,11 +194,8 @@ def _tensors(tree: Tree) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-State = dict[str, Any]
-
-
 class Recovery:
-    """Takes and restores the state of a growing model: host, optimisers of host and seeds, loss scale, schedule and seeds."""
+    """Takes and restores snapshots of a growing model: host, optimisers of host and seeds, loss scale, schedule and seeds."""
 
     def __init__(
         self,
@@ -216,9 +212,9 @@ class Recovery:
         self.scaler, self.scheduler = scaler, scheduler
         self._optimizers = nested(optimizer)  # the user's optimiser and those that it wraps
         self._snapshots = Snapshots(keep)
-        self._held: set[int] = set()  # ids of parameters that are in the snapshots, or that do not belong to the host
-        self._moving: set[str] = set()  # names of frozen parameters that change nevertheless
-        self._marks = self._frozen_marks()  # checksums of the other frozen parameters at the last check
+        self._held: set[int] = set()  # ids of parameters that are in the snapshots, or that the optimiser holds and the host does not
+        self._moving: set[str] = set()  # names of frozen parameters that the training loop changes by hand
+        self._checksums = self._frozen_checksums()  # checksums of the other frozen parameters at the last check
 
     # Snapshots
 
@@ -228,7 +224,7 @@ class Recovery:
         if not self.has_finite_weights():
             return
         changing = {name: parameter for name, parameter in self.host.named_parameters() if self._changes(name, parameter)}
-        state = {**self._state(changing), "garden": self.lifecycles.state_dict()}
+        state = {**self._state(changing), "garden": self.lifecycles.state_dict()}  # the key that earlier versions gave the lifecycles
         self._snapshots.take({"now": state, "governor": self.governor.loss_state()}, epoch=self.lifecycles.epoch)
         self._held = {id(parameter) for parameter in changing.values()}
 
@@ -242,11 +238,11 @@ class Recovery:
 
     def hold_moving(self) -> None:
         """Add frozen parameters that have changed since the last check to the snapshots. Reads the device."""
-        # A changed checksum means that the loop writes to the parameter: from now on it counts as one that changes.
-        marks = self._frozen_marks()
-        found = {name for name, mark in marks.items() if name in self._marks and mark != self._marks[name]}
+        # A changed checksum means that the training loop writes to the parameter. From now on it belongs to every snapshot.
+        checksums = self._frozen_checksums()
+        found = {name for name, now in checksums.items() if name in self._checksums and now != self._checksums[name]}
         self._moving |= found
-        self._marks = {name: mark for name, mark in marks.items() if name not in found}
+        self._checksums = {name: now for name, now in checksums.items() if name not in found}
         parameters = {name: parameter for name, parameter in self.host.named_parameters() if name in found}
         if _are_finite(parameters.values()):  # a snapshot must not get values that are not finite
             self._hold(parameters)
@@ -257,13 +253,15 @@ class Recovery:
         self._held |= {id(parameter) for parameter in parameters.values()}
 
     def _changes(self, name: str, parameter: Tensor) -> bool:
+        """Return whether a parameter of the host is expected to change, so that snapshots hold it."""
         return parameter.requires_grad or name in self._moving
 
-    def _frozen_marks(self) -> dict[str, int]:
+    def _frozen_checksums(self) -> dict[str, int]:
         """Return a checksum of every parameter that is not expected to change."""
         frozen = {name: parameter for name, parameter in self.host.named_parameters() if not self._changes(name, parameter)}
-        marks = [_mark(parameter.detach()) for parameter in frozen.values()]
-        return dict(zip(frozen, torch.stack([mark.to(marks[0].device) for mark in marks]).tolist() if marks else [], strict=True))
+        sums = [_checksum(parameter.detach()) for parameter in frozen.values()]
+        read = torch.stack([one.to(sums[0].device) for one in sums]).tolist() if sums else []  # one read of the device
+        return dict(zip(frozen, read, strict=True))
 
     def has_finite_weights(self) -> bool:
         """Return whether all changing parameters of the host and of its connected seeds are finite."""
@@ -291,7 +289,7 @@ class Recovery:
         return snapshot.epoch
 
     def _check_others_are_finite(self, state: State) -> None:
-        """Raise GrowthError if a parameter that is not in the state, and would not be restored, is not finite."""
+        """Raise GrowthError if a parameter is not finite and is not in the state, so that it would not be restored."""
         held = {id(parameter) for name, parameter in self.host.named_parameters(remove_duplicate=False) if name in state["parameters"]}
         for name, parameter in self.host.named_parameters():
             if id(parameter) not in held and parameter.is_floating_point() and not bool(torch.isfinite(parameter).all()):
@@ -375,7 +373,7 @@ class Recovery:
         return {
             "optimizer": type(self.optimizer).__name__,
             "now": self.now(),
-            "judge": self.governor.state_dict(),
+            "judge": self.governor.state_dict(),  # the key that earlier versions gave the governor
             "snapshots": self._snapshots.state_dict(),
             "moving": sorted(self._moving),
         }
@@ -387,7 +385,7 @@ class Recovery:
         self.governor.load_state_dict(state["judge"])
         self._snapshots.load_state_dict(state["snapshots"])
         self._moving = set(state.get("moving", []))
-        self._marks = self._frozen_marks()
+        self._checksums = self._frozen_checksums()
         names = self._snapshots.latest_keys(("now", "parameters"))
         self._held = {id(parameter) for name, parameter in self.host.named_parameters(remove_duplicate=False) if name in names}
 
@@ -419,7 +417,7 @@ class Recovery:
             )
 
 
-def _mark(tensor: Tensor) -> Tensor:
+def _checksum(tensor: Tensor) -> Tensor:
     """Return a checksum: the sum of the tensor's elements, read as integers. Different values almost always have different sums."""
     if type(tensor) is not Tensor or tensor.is_meta or tensor.layout != torch.strided:
         return torch.tensor(0 if tensor.is_inference() else tensor._version)  # the bits cannot be read; count writes instead
@@ -435,9 +433,9 @@ def _are_finite(weights: Iterable[Tensor]) -> bool:
 
 
 def _groups_shared(optimizers: list[Optimizer]) -> Callable[[], None]:
-    """Return a function that makes nested optimisers share their groups again if they share them now.
+    """Return a function that restores the sharing of groups among nested optimisers, as it is now.
 
-    It is needed because loading a state gives every optimiser its own groups.
+    Loading a state gives every optimiser groups of its own.
     """
     pairs = [(outer, inner) for outer, inner in pairwise(optimizers) if outer.param_groups is inner.param_groups]
 
@@ -446,100 +444,6 @@ def _groups_shared(optimizers: list[Optimizer]) -> Callable[[], None]:
             outer.param_groups = inner.param_groups
 
     return share
-
-
-class _Buffer(NamedTuple):
-    """A registered buffer; `tensor` is None for an empty one."""
-
-    name: str  # in the host
-    module: nn.Module
-    own_name: str  # in its module
-    tensor: Tensor | None
-
-
-def _buffers(host: nn.Module) -> Iterator[_Buffer]:
-    """Yield all registered buffers, including empty ones; a buffer with two names twice."""
-    for path, module in host.named_modules(remove_duplicate=False):
-        for own_name, tensor in module._buffers.items():
-            yield _Buffer(f"{path}.{own_name}" if path else own_name, module, own_name, tensor)
-
-
-class _BufferPlan:
-    """Steps that turn the buffers of a host into those of a state. Everything that can fail is done in the constructor."""
-
-    def __init__(self, host: nn.Module, state: State, *, may_lack: bool) -> None:
-        self._steps: list[Callable[[], Any]] = []
-        now = {one.name: one for one in _buffers(host)}
-        transient, new = set(state.get("transient_buffers", [])), dict[int, Tensor]()
-
-        # Buffers of the state: copy into the present tensor where that is possible, else register a new one.
-        for name, saved in state["buffers"].items():
-            path, _, own_name = name.rpartition(".")
-            module = now[name].module if name in now else _submodule(host, path)
-            current = now[name].tensor if name in now else None
-            if module is None:
-                raise GrowthError(f"there is no way back to an earlier state: the module of the buffer {name} has been removed")
-            if current is not None and current.shape == saved.shape and not current.is_inference() and not is_expanded(current):
-                self._steps.append(_copied(current, saved))
-            else:
-                tensor = saved.to(_device(module, current), copy=True) if current is None or id(current) not in new else new[id(current)]
-                if current is not None:
-                    new[id(current)] = tensor  # both names of a shared buffer get the same tensor
-                self._steps.append(_registered(module, own_name, tensor, is_persistent=name not in transient))
-
-        # Buffers that are not in the state: empty the ones that were empty, remove the new ones.
-        for name, one in now.items():
-            if one.tensor is None or name in state["buffers"]:
-                continue
-            if name in state.get("empty_buffers", []):
-                self._steps.append(_registered(one.module, one.own_name, None, is_persistent=name not in transient))
-            elif may_lack:
-                self._steps.append(_unregistered(one.module, one.own_name))
-            else:
-                raise GrowthError(f"the saved run is of another model: {name} is missing in it and {list(one.tensor.shape)} here")
-
-    def carry_out(self) -> None:
-        with torch.no_grad():
-            for step in self._steps:
-                step()
-
-
-def _copied(tensor: Tensor, saved: Tensor) -> Callable[[], Any]:
-    return lambda: tensor.copy_(saved)
-
-
-def _registered(module: nn.Module, name: str, tensor: Tensor | None, *, is_persistent: bool) -> Callable[[], Any]:
-    def register() -> None:
-        module._buffers[name] = tensor
-        (module._non_persistent_buffers_set.discard if is_persistent else module._non_persistent_buffers_set.add)(name)
-
-    return register
-
-
-def _unregistered(module: nn.Module, name: str) -> Callable[[], Any]:
-    def unregister() -> None:
-        module._buffers.pop(name, None)
-        module._non_persistent_buffers_set.discard(name)
-
-    return unregister
-
-
-def _submodule(host: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return host.get_submodule(path)
-    except AttributeError:
-        return None
-
-
-def _device(module: nn.Module, current: Tensor | None) -> torch.device:
-    """Return the device for a new buffer: that of the present one, else that of the module's tensors, else the CPU."""
-    tensors = [*([] if current is None else [current]), *module.parameters(), *module.buffers()]
-    return tensors[0].device if tensors else torch.device("cpu")
-
-
-def _sizes(groups: list[dict[str, Any]]) -> list[int]:
-    """Return the number of parameters in each group of an optimiser."""
-    return [len(group["params"]) for group in groups]
 
 
 def _merged(optimizer: Optimizer, saved: State) -> State:
@@ -562,3 +466,99 @@ def _merged(optimizer: Optimizer, saved: State) -> State:
         numbers.update(zip(before["params"], group["params"], strict=False))
         group.update({name: value for name, value in before.items() if name != "params"})
     return {**saved, "state": {numbers[number]: state for number, state in saved["state"].items()}, "param_groups": groups}
+
+
+def _sizes(groups: list[dict[str, Any]]) -> list[int]:
+    """Return the number of parameters in each group of an optimiser."""
+    return [len(group["params"]) for group in groups]
+
+
+class _Buffer(NamedTuple):
+    """A registered buffer; `tensor` is None for an empty one."""
+
+    name: str  # in the host
+    module: nn.Module
+    own_name: str  # in its module
+    tensor: Tensor | None
+
+
+def _buffers(host: nn.Module) -> Iterator[_Buffer]:
+    """Yield all registered buffers, including empty ones. A buffer with two names is yielded twice."""
+    for path, module in host.named_modules(remove_duplicate=False):
+        for own_name, tensor in module._buffers.items():
+            yield _Buffer(f"{path}.{own_name}" if path else own_name, module, own_name, tensor)
+
+
+class _BufferPlan:
+    """Steps that turn the buffers of a host into those of a state. Everything that can fail is done in the constructor."""
+
+    def __init__(self, host: nn.Module, state: State, *, may_lack: bool) -> None:
+        self._steps: list[Callable[[], Any]] = []
+        now = {one.name: one for one in _buffers(host)}
+        transient = set(state.get("transient_buffers", []))  # names of buffers that are not persistent
+        new = dict[int, Tensor]()  # id of a present buffer -> the tensor that replaces it
+
+        # Buffers of the state: copy into the present tensor where that is possible, else register a new one.
+        for name, saved in state["buffers"].items():
+            path, _, own_name = name.rpartition(".")
+            module = now[name].module if name in now else _submodule(host, path)
+            current = now[name].tensor if name in now else None
+            if module is None:
+                raise GrowthError(f"there is no way back to an earlier state: the module of the buffer {name} has been removed")
+            if current is not None and current.shape == saved.shape and not current.is_inference() and not is_expanded(current):
+                self._steps.append(partial(current.copy_, saved))
+            else:
+                # Both names of a shared buffer get the same new tensor.
+                tensor = saved.to(_device(module, current), copy=True) if current is None or id(current) not in new else new[id(current)]
+                if current is not None:
+                    new[id(current)] = tensor
+                self._steps.append(_registered(module, own_name, tensor, is_persistent=name not in transient))
+
+        # Buffers that are not in the state: empty the ones that were empty, remove the new ones.
+        for name, one in now.items():
+            if one.tensor is None or name in state["buffers"]:
+                continue
+            if name in state.get("empty_buffers", []):
+                self._steps.append(_registered(one.module, one.own_name, None, is_persistent=name not in transient))
+            elif may_lack:
+                self._steps.append(_unregistered(one.module, one.own_name))
+            else:
+                raise GrowthError(f"the saved run is of another model: {name} is missing in it and {list(one.tensor.shape)} here")
+
+    def carry_out(self) -> None:
+        with torch.no_grad():
+            for step in self._steps:
+                step()
+
+
+def _registered(module: nn.Module, name: str, tensor: Tensor | None, *, is_persistent: bool) -> Callable[[], Any]:
+    """Return a function that registers a buffer, or replaces the one of this name."""
+
+    def register() -> None:
+        module._buffers[name] = tensor
+        (module._non_persistent_buffers_set.discard if is_persistent else module._non_persistent_buffers_set.add)(name)
+
+    return register
+
+
+def _unregistered(module: nn.Module, name: str) -> Callable[[], Any]:
+    """Return a function that removes a buffer."""
+
+    def unregister() -> None:
+        module._buffers.pop(name, None)
+        module._non_persistent_buffers_set.discard(name)
+
+    return unregister
+
+
+def _submodule(host: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return host.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _device(module: nn.Module, current: Tensor | None) -> torch.device:
+    """Return the device for a new buffer: that of the present one, else that of the module's tensors, else the CPU."""
+    tensors = [*([] if current is None else [current]), *module.parameters(), *module.buffers()]
+    return tensors[0].device if tensors else torch.device("cpu")

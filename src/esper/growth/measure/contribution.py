@@ -17,6 +17,8 @@ Shapley values divide the joint gain of several seeds among them. A contribution
 the same work each contribute nothing, although one of them is needed. The Shapley value of a seed is the mean of its gain over all orders
 in which the seeds could be added. The values of all seeds sum to the whole gain. With k seeds this takes 2^k evaluations.
 
+`search_alpha` compares the validation losses of one seed at several alphas.
+
 Rent is the price of parameters and FLOPs. `rent_of` is in nats for ten classes; multiplied by `LossRange.unit`, it can be compared with the
 gain of a seed. `Allowance` is the rest of the budget.
 """
@@ -86,9 +88,9 @@ class Measurement:
     def __init__(self, slotted: Slotted, *, group: Group = ALONE) -> None:
         self.slotted = slotted
         self._group = group  # all ranks evaluate equally often, because their forward passes may communicate
-        self._replays: dict[str, PrefixCache] = {}
-        self._trusted: set[str] = set()
-        self._distrusted: set[str] = set()
+        self._replays: dict[str, PrefixCache] = {}  # by slot
+        self._trusted: set[str] = set()  # slots for which a replay was compared and gave the same losses
+        self._distrusted: set[str] = set()  # slots for which it gave other losses
 
     def measure(self, evaluate: Evaluate, names: Sequence[str] | Mapping[str, float], *, epoch: int) -> Measured:
         """Return the present losses and the contribution of the seed in each of these slots.
@@ -162,7 +164,9 @@ class Measurement:
         """Return whether the layers before a slot may be replayed. The first time, compare a replay with all seeds on to `with_all`."""
         replay = self._replays.get(name)
         is_unusable = name in self._distrusted or replay is None or not replay.is_usable or not replay.nbytes
-        if is_unusable if self._group.world_size == 1 else self._group.any(is_unusable):
+        if self._group.world_size > 1:
+            is_unusable = self._group.any(is_unusable)  # all ranks must evaluate equally often
+        if is_unusable:
             return False
         assert replay is not None
         if name not in self._trusted:
@@ -241,10 +245,11 @@ def _check_same_batches(first: Losses, then: Losses) -> None:
 
 
 def confidence_of_look(look: int, looks: int | None) -> float:
-    """Return the confidence of the interval at one of the `looks` planned for a seed; None means an unknown number of looks.
+    """Return the confidence of the interval at look number `look` of the `looks` planned for a seed; None if their number is unknown.
 
     A verdict at any look ends the probation, so the chances of an error add up. Look k of n gets the share (1 + 1/n) / (k (k + 1)) of
-    MISJUDGED. These shares sum to 1. The first look gets at least half, because most seeds are decided there.
+    MISJUDGED, where 1/n is 0 for an unknown n. These shares sum to 1. The first look gets at least half, because most seeds are decided
+    there.
 
     >>> [round(confidence_of_look(look, 3), 4) for look in (1, 2, 3)], confidence_of_look(1, 1)
     ([0.9667, 0.9889, 0.9944], 0.95)
@@ -260,7 +265,7 @@ def gain_of(without: Losses, with_all: Losses, *, confidence: float = 1 - MISJUD
 
 
 def _interval(differences: Sequence[float], samples: Sequence[float], *, confidence: float = 1 - MISJUDGED) -> Interval:
-    """Return the weighted mean with its interval. If a difference is not finite, both ends are the mean."""
+    """Return the weighted mean of the differences with its interval. If a difference is not finite, both ends are the mean."""
     if not all(map(math.isfinite, differences)):
         mean = weighted_mean(differences, samples)
         return Interval(mean, mean, mean)
@@ -309,12 +314,12 @@ def shapley_values(losses: LossesWithout, names: Sequence[str]) -> dict[str, lis
 
 
 def _value(losses: LossesWithout, name: str, others: Sequence[str]) -> list[float]:
-    """Return the Shapley value of one seed for every batch: its gain, averaged over all orders of adding the seeds."""
+    """Return the Shapley value of one seed for every batch: its gain, averaged over all orders in which the seeds could be added."""
     count = len(others) + 1
     value = [0.0] * len(losses[frozenset()])
     for off in subsets(others):
         present = len(others) - len(off)  # number of other seeds that are already there when this one is added
-        # Share of all orders in which exactly these others come first.
+        # Share of all orders in which exactly the other seeds that are not `off` come before this one.
         weight = math.factorial(present) * math.factorial(count - present - 1) / math.factorial(count)
         gains = [without - with_it for without, with_it in zip(losses[off | {name}], losses[off], strict=True)]
         value = [so_far + weight * gain for so_far, gain in zip(value, gains, strict=True)]

@@ -152,7 +152,7 @@ class Probe:
         self._falls: dict[Key, Tensor] = {}  # results of finished portions, at a learning rate of 1
         self._caught: dict[str, list[_Caught]] = {}  # by slot
         self.is_watching = False
-        self.is_paused = False  # the forward passes of now are not part of the user's training
+        self.is_paused = False  # forward passes are not captured, because they are not part of the user's training
         self.flops = 0  # spent since the caller last set it to 0
 
     def plan(self, *, length: int | None) -> None:
@@ -225,7 +225,7 @@ class Probe:
         for key in portion.candidates:
             seen = [caught for caught in self._caught.get(key[0], ()) if caught.g is not None]
             if seen:
-                self._ask_one(key, seen, scale)
+                self._add_gradient(key, seen, scale)
         self._caught.clear()
         self._steps += 1
         if self._steps >= portion.steps:
@@ -233,20 +233,22 @@ class Probe:
             if not self.is_over:
                 self.watch()
 
-    def _ask_one(self, key: Key, seen: Iterable[_Caught], scale: Tensor | None) -> None:
+    def _add_gradient(self, key: Key, seen: Iterable[_Caught], scale: Tensor | None) -> None:
         """Add the gradient of one candidate, over all captured passes of this step, to its sums."""
-        trial = self._trials[key] if key in self._trials else self._trials.setdefault(key, self._built(key))
+        if key not in self._trials:
+            self._trials[key] = self._build_trial(key)
+        trial = self._trials[key]
         total = [_zeros_like(parameter) for parameter in trial.live]
         for caught in seen:
             with torch.enable_grad():
                 output = trial.branch(caught.h.to(trial.live[0]))  # in the dtype and on the device of the candidate
             assert caught.g is not None
             gradients = torch.autograd.grad(output, trial.live, unscaled(caught.g, scale).to(output), allow_unused=True)
-            for sum_, gradient in zip(total, gradients, strict=True):
+            for part, gradient in zip(total, gradients, strict=True):
                 if gradient is not None:
-                    sum_ += gradient
+                    part += gradient
             self.flops += len(caught.h) * flops_of_asking(self._costs[key].flops)
-        # A step whose gradient is not finite (an overflow under a loss scale) does not count; decide that without reading the device.
+        # A step whose gradient is not finite (an overflow under a loss scale) does not count. The device decides that; nothing is read.
         square = squared_norm(total)
         counts = torch.isfinite(square)
         total = [torch.where(counts, part, torch.zeros_like(part)) for part in total]
@@ -255,7 +257,8 @@ class Probe:
         trial.squares = square if trial.squares is None else trial.squares + square
         trial.steps = counts.double() if trial.steps is None else trial.steps + counts
 
-    def _built(self, key: Key) -> _Trial:
+    def _build_trial(self, key: Key) -> _Trial:
+        """Build the branch of a candidate and find its live parameters."""
         blueprint, place = get_blueprint(key[1]), self._slotted.place(key[0])
         branch = build_branch(blueprint, place, seed=self._random_seed)
         return _Trial(branch, [branch.get_parameter(name) for name in live_parameters(blueprint, place, branch)])
@@ -276,7 +279,7 @@ class Probe:
         """
         if self._trials:
             self._close()
-        read = torch.stack(list(self._falls.values())).tolist() if self._falls else []
+        read = torch.stack(list(self._falls.values())).tolist() if self._falls else []  # one read of the device
         return {key: rates[key[0]] * fall for key, fall in zip(self._falls, read, strict=True) if not math.isnan(fall)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -296,7 +299,7 @@ class Probe:
         self._falls = {(found["slot"], found["blueprint"]): found["fall"] for found in state["falls"]}
         for answer in state["answers"]:
             key = answer["slot"], answer["blueprint"]
-            trial = self._trials[key] = self._built(key)
+            trial = self._trials[key] = self._build_trial(key)
             device = trial.live[0].device
             trial.sums = [part.to(device) for part in answer["sums"]]
             trial.squares, trial.steps = (None if part is None else part.to(device) for part in (answer["squares"], answer["steps"]))
@@ -395,7 +398,7 @@ class ProbeRunner:
         ]
         config = self.lifecycles.config
         self.probe = (
-            Probe(self.slotted, wanted, self.lifecycles.host, self._learner, random_seed=config.seed, probe_steps=config.probe_steps)
+            Probe(self.slotted, wanted, self.lifecycles.host, self._make_learner, random_seed=config.seed, probe_steps=config.probe_steps)
             if wanted
             else None
         )
@@ -437,7 +440,7 @@ class ProbeRunner:
             self.rest()
         elif is_due and not probe.is_watching:
             probe.watch()
-            # Capturing needs Python hooks. Compiled code would be recompiled twice, with the hooks and without them again.
+            # Capturing needs Python hooks. Compiled code would be recompiled when they come and again when they go.
             self.slotted.run_eagerly(True)
 
     @contextmanager
@@ -481,7 +484,7 @@ class ProbeRunner:
     def _group(self, slot: str) -> int:
         return group_of(self.optimizer, self.slotted.host.get_submodule(slot), self.slotted.host)
 
-    def _learner(self, slot: str, weights: nn.Module) -> SeedLearner:
+    def _make_learner(self, slot: str, weights: nn.Module) -> SeedLearner:
         return SeedLearner(weights, self.optimizer, self._group(slot), self.lifecycles.config.seed_optimizer, self.make)
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -26,14 +26,14 @@ Closure = Callable[[], Tensor]  # computes the loss of the last batch again
 
 
 class Shadow:
-    """Second forward pass for the seeds of one model in stage TRAINING, which are connected with `alpha` only inside it."""
+    """The second forward pass, for all seeds of one model in stage TRAINING. They are connected, with `alpha`, only inside it."""
 
     def __init__(self, slotted: Slotted, *, alpha: float = 1.0) -> None:
         self.slotted, self.alpha = slotted, alpha
         self._isolation = Isolation(slotted.model)
-        self._replay: PrefixCache | None = None
-        self._replayed_slot = ""
-        self._can_replay = True
+        self._replay: PrefixCache | None = None  # of the part of the host before `_replayed_slot`
+        self._replayed_slot = ""  # the first slot with a seed in the shadow
+        self._can_replay = True  # False once a closure has called the model in another way than the training step did
         self._is_due = False  # the next forward pass is to be recorded
 
     def prepare(self, backends: Sequence[ModuleBackend]) -> None:
@@ -87,6 +87,7 @@ class Shadow:
                 backend.learner.zero_grad()
 
     def _loss(self, closure: Closure) -> Tensor:
+        """Return the loss of the second pass, replayed if possible. Raise GrowthError unless it is one number with a gradient."""
         loss = self._replayed_loss(closure)
         loss = closure() if loss is None else loss
         if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
