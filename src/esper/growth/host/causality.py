@@ -113,14 +113,14 @@ def _stays_in_first(before: Tensor, after: Tensor | None, axis: int) -> bool:
 
 def causal_places(places: Mapping[str, Place], example_input: Any, before: Outputs, run: RunExample) -> frozenset[str]:
     """Return the names of places where a seed must not look ahead. If there are places with positions, the host runs several times."""
-    lines = {name: place for name, place in places.items() if place.kind != "dense"}
-    if not lines:
+    with_positions = {name: place for name, place in places.items() if place.kind != "dense"}
+    if not with_positions:
         return frozenset()
     again = run(example_input) or {}
     # A changed output proves nothing at places whose output differs between two runs on the same input.
-    repeatable = {name: place for name, place in lines.items() if _same(before[name], again.get(name))}
+    repeatable = {name: place for name, place in with_positions.items() if _same(before[name], again.get(name))}
     looks_ahead, causal = _find_order(repeatable, example_input, before, run)
-    unknown = {name for name, place in lines.items() if not place.is_plane and name not in looks_ahead}
+    unknown = {name for name, place in with_positions.items() if not place.is_plane and name not in looks_ahead}
     return frozenset(causal | unknown)
 
 
@@ -130,9 +130,8 @@ def _find_order(repeatable: Mapping[str, Place], example_input: Any, before: Out
     looks_ahead = set[str]()
     for number, tensor in enumerate(tensors_in(example_input)):
         undecided = {name: place for name, place in repeatable.items() if name not in causal}
-        reached_along: dict[str, set[int]] = {
-            name: set() for name in undecided
-        }  # place -> dimensions of this input along which a change reaches it
+        # Place -> the dimensions of this input along which a change reaches it.
+        reached_along: dict[str, set[int]] = {name: set() for name in undecided}
         axes = [axis for axis in range(1, tensor.ndim) if tensor.shape[axis] > 1]
         for axis in axes:
             undecided = {name: place for name, place in undecided.items() if name not in causal}
@@ -150,14 +149,14 @@ def _find_order(repeatable: Mapping[str, Place], example_input: Any, before: Out
 
 
 def _effects(
-    lines: Mapping[str, Place], example_input: Any, number: int, axis: int, before: Outputs, run: RunExample
+    places: Mapping[str, Place], example_input: Any, number: int, axis: int, before: Outputs, run: RunExample
 ) -> dict[str, list[Effect]]:
     """Change positions along one dimension of one input, one at a time, and return the effects at each place."""
     length = list(tensors_in(example_input))[number].shape[axis]
     # A plane is tested only along its rows and with few changes: only a host that generates images pixel by pixel is causal there.
-    found: dict[str, list[Effect]] = {name: [] for name, place in lines.items() if not place.is_plane or _rows(place) == length}
+    found: dict[str, list[Effect]] = {name: [] for name, place in places.items() if not place.is_plane or _rows(place) == length}
     is_undecided = dict.fromkeys(found, True)
-    for count, index in enumerate(_indices(length, [lines[name] for name in found])):
+    for count, index in enumerate(_indices(length, [places[name] for name in found])):
         # Stop when the answer is known for all places, or when the first three changes reach none of them.
         has_effect = any(found.values())
         if not any(is_undecided.values()) or (count == 3 and not has_effect):
@@ -166,19 +165,19 @@ def _effects(
         if after is None:
             continue
         for name in found:
-            effect = _effect(before[name], after.get(name), lines[name], index)
+            effect = _effect(before[name], after.get(name), places[name], index)
             if effect is not None:
                 found[name].append(effect)
-                if lines[name].is_plane:
+                if places[name].is_plane:
                     is_undecided[name] = is_undecided[name] and effect.first >= index and count < 3
-                elif lines[name].kind == "token":
+                elif places[name].kind == "token":
                     is_undecided[name] = is_undecided[name] and effect.first == 0
     return found
 
 
-def _indices(length: int, lines: Sequence[Place]) -> list[int]:
+def _indices(length: int, places: Sequence[Place]) -> list[int]:
     """Return the positions to change, most informative first: around the middle, then those aligned with a place's middle position."""
-    aligned = [_stride(length, place) * (place.positions // 2) for place in lines if place.spatial == 1]
+    aligned = [_stride(length, place) * (place.positions // 2) for place in places if place.spatial == 1]
     candidates = [length // 2, length // 4, 3 * length // 4, *aligned, 1, length - 1, length - 2, 0]
     return [index for index in dict.fromkeys(candidates) if 0 <= index < length]
 

@@ -59,11 +59,12 @@ def discover(model: nn.Module, example_input: Any) -> Discovery:
     """Run the model on the example in eval mode, with no side effects, and return what was found."""
     batch = batch_size_of(example_input)
     _check_weights(model)
-    log, run = _run(model, example_input, batch=batch), partial(_tensors_of, model)
-    # Sort every submodule, in the order in which they finish, into places and refusals.
-    places, refusals, kept = dict[str, Place](), list[Refusal](), _kept_seeds(model)
+    log = _run(model, example_input, batch=batch)
+    run = partial(_tensors_of, model)  # runs the model on a changed example
     before = run(example_input) or {}
     batches = batch_axes(example_input, before, batch, run)
+    # Sort every submodule, in the order in which they finish, into places and refusals.
+    places, refusals, kept = dict[str, Place](), list[Refusal](), _kept_seeds(model)
     for name in sorted((name for name, _ in model.named_modules() if name), key=log.last_end):
         found = (
             Refusal(name, "belongs to a seed that was kept")
@@ -75,22 +76,22 @@ def discover(model: nn.Module, example_input: Any) -> Discovery:
         else:
             places[name] = found
     # Mark the places where a seed must not look ahead, or must treat every position alone.
-    causal, more = causal_places(places, example_input, before, run), list[Refusal]()
+    causal = causal_places(places, example_input, before, run)
     places = {name: replace(place, is_causal=name in causal) for name, place in places.items()}
     mask = _mask_of(model, log) or ("padding" if hides(places, example_input, run) else "")
     places = _alone(places, mask, _cache_of(model))
     # Mark the places that a fused kernel skips in evaluation, and refuse those that it skips even if they have a hook.
     fused = _skipped_in_eval(model, example_input, places) | {name for name in places if _is_in_encoder_layer(model, name)}
     lost = _skipped_in_eval(model, example_input, places, hooked=fused) if fused else set[str]()
-    more += [Refusal(name, "does not run in evaluation, where a module around it computes it in another way") for name in lost]
+    refusals += [Refusal(name, "does not run in evaluation, where a module around it computes it in another way") for name in lost]
     places = {name: replace(place, is_fused=name in fused) for name, place in places.items() if name not in lost}
     # Add up the costs.
     parameters = sum(parameter.numel() for parameter in model.parameters())
     last = {name for name, place in places.items() if place.flops_behind == 0 and log.layers_done[name] == log.layers}
     host = Cost(parameters, log.total_flops // batch)
-    refusals = sorted([*refusals, *more], key=lambda refusal: log.last_end(refusal.name))
+    refusals.sort(key=lambda refusal: log.last_end(refusal.name))
     return Discovery(
-        places, tuple(refusals), tuple(log.calls), host, _numbers(log, places), _behind(model, places, log), frozenset(last), log.load
+        places, tuple(refusals), tuple(log.calls), host, _same_outputs(log, places), _behind(model, places, log), frozenset(last), log.load
     )
 
 
@@ -450,11 +451,13 @@ def _is_causal_mask(mask: Tensor) -> bool:
 
 
 def _behind(model: nn.Module, places: Mapping[str, Place], log: _Log) -> dict[str, str]:
-    """Return place -> the place without weights that is the only user of its output, directly or through an activation."""
+    """Return place -> the place without weights that is the only user of its output, directly or after activations."""
     found = {}
     for name in places:
+        if next(model.get_submodule(name).parameters(), None) is not None:
+            continue
         # Go back from the input of `name`, through activations, as long as nothing else uses the tensors.
-        for origin in () if next(model.get_submodule(name).parameters(), None) is not None else log.origins[name]:
+        for origin in log.origins[name]:
             if log.uses[origin] != 1:
                 break
             owners = [other for other in places if log.numbers[other] == origin and other != name]
@@ -464,8 +467,8 @@ def _behind(model: nn.Module, places: Mapping[str, Place], log: _Log) -> dict[st
     return found
 
 
-def _numbers(log: _Log, places: Mapping[str, Place]) -> dict[str, int]:
-    """Number the output tensors of the places; see `Discovery.same_output`."""
+def _same_outputs(log: _Log, places: Mapping[str, Place]) -> dict[str, int]:
+    """Number the output tensors of the places, so that places with the same tensor have the same number; see `Discovery.same_output`."""
     numbers = {id(tensor): 0 for tensor in tensors_in(log.output)}
     return {name: numbers.setdefault(id(log.outputs[name][0]), len(numbers) + 1) for name in places}
 

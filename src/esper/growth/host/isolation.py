@@ -1,4 +1,4 @@
-"""Run a second forward pass through the host with no side effects, so that a seed can learn in the shadow of an unchanged host.
+"""Run forward passes through the host with no side effects: evaluations, the discovery, and the second pass of seeds in the shadow.
 
     loss = loss_fn(model(x), y)                        # the user's own step
     ...
@@ -15,7 +15,10 @@ Not restored: plain attributes that a forward pass changes (a counter, a list of
 Compiled code runs eagerly inside, so nothing is recompiled. DistributedDataParallel is bypassed, because its forward also schedules the
 exchange of gradients: with accumulated gradients, or before the host's own backward pass, a second forward would change the buffers and
 even the gradients of later steps, also under `no_sync`. So ranks do not communicate inside and need not run in step, and inputs must
-already be on the model's device. All this is read from the given module, so pass the outermost one, which the closure calls.
+already be on the model's device. Compiled parts and wrappers are looked for in the given module, so pass the outermost one, which the
+closure calls.
+
+`unwrap`, `is_compiled` and `eager` deal with compiled and wrapped models in general.
 """
 
 from __future__ import annotations
@@ -183,17 +186,17 @@ def _training_flags_kept(modules: Collection[nn.Module]) -> Iterator[None]:
 def _random_streams_kept(devices: Collection[torch.device]) -> Iterator[None]:
     python_state, torch_state = random.getstate(), torch.get_rng_state()
     numpy_state = np.random.get_state()  # noqa: NPY002, the user's code may draw from it
-    # mps has a single generator, whose functions take no device.
-    places = [(torch.get_device_module(device), () if device.type == "mps" else (device,)) for device in devices]
-    states = [place.get_rng_state(*device) for place, device in places]
+    # (torch's module for a kind of device, arguments of its functions); mps has a single generator, whose functions take no device.
+    generators = [(torch.get_device_module(device), () if device.type == "mps" else (device,)) for device in devices]
+    states = [module.get_rng_state(*device) for module, device in generators]
     try:
         yield
     finally:
         random.setstate(python_state)
         torch.set_rng_state(torch_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
-        for (place, device), state in zip(places, states, strict=True):
-            place.set_rng_state(state, *device)
+        for (module, device), state in zip(generators, states, strict=True):
+            module.set_rng_state(state, *device)
 
 
 def _devices(modules: Iterable[nn.Module]) -> set[torch.device]:

@@ -20,7 +20,7 @@ from esper.growth.host.layout import Place
 from esper.growth.host.slots import SeedHome
 from esper.growth.host.slotted import AveragedModel, Slotted, check_has_no_slots
 from esper.growth.host.state_dict import attach, build_seed, specs_in
-from esper.growth.seeds.seed import Seed, SeedSpec
+from esper.growth.seeds.seed import SPEC_KEYS, Seed, SeedSpec
 from esper.runs.checkpoints import plain_names
 from esper.runs.tensors import NotTensorsError, read_tensors, write_tensors
 
@@ -128,12 +128,14 @@ def _build(
     is_same_precision = all(own[key].dtype == state[key].dtype for key in own if key in state)
     dtype = state[f"{name}.alpha"].dtype if is_same_precision and f"{name}.alpha" in state else like.dtype
     seed = build_seed(Place(after, spec.kind, spec.shape, dtype=dtype, device=like.device), spec)
-    if f"{name}.spec" in state:
-        state[f"{name}.use_esper_load"] = state.pop(f"{name}.spec")
+    current_key, earlier_key = (f"{name}.{key}" for key in SPEC_KEYS)
+    if earlier_key in state:
+        state[current_key] = state.pop(earlier_key)
     return after, seed
 
 
 def _check_fresh(own: Mapping[str, Tensor]) -> None:
+    """Raise a GrowthError if the model already has seeds."""
     grown = sorted(specs_in(own))
     if grown:
         raise GrowthError(

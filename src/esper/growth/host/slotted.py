@@ -11,12 +11,12 @@ Weights and seeds are saved and loaded together:
     slotted = add_slots(Net(), example_input=x[:2])
     slotted.load_state_dict(torch.load("model.pt"))   # builds the seeds, then loads all weights
 
-`AveragedModel` is a moving average of a growing model. `eager_calls` runs a compiled model without its compiled code.
+At the end of the file, `AveragedModel` is a moving average of a growing model, and `eager_calls` runs a compiled model without its
+compiled code.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,35 +48,6 @@ from esper.growth.seeds.blueprints import KINDS, blueprints_for, blueprints_of, 
 from esper.growth.seeds.seed import Seed
 from esper.runs.checkpoints import plain_name, plain_names
 from esper.text_table import aligned
-
-
-@contextmanager
-def eager_calls(model: nn.Module) -> Iterator[None]:
-    """Run the compiled parts of a model eagerly inside the `with` block. Copies made inside the block still compile.
-
-    `torch.compiler.set_stance` is not enough: it is global, so it would affect other models and stay on if a training loop is abandoned.
-    """
-    with ExitStack() as stack:
-        for module in list(model.modules()):
-            if "_orig_mod" in module._modules:  # compiled by torch.compile(module)
-                stack.enter_context(forward_replaced(module, _eagerly(own_forward(module))))
-            compiled = vars(module).get("_compiled_call_impl")  # compiled by module.compile()
-            if compiled is not None:
-                vars(module)["_compiled_call_impl"] = _eagerly(compiled)
-                stack.callback(vars(module).update, _compiled_call_impl=compiled)
-        yield
-
-
-def _eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with torch's compiler switched off while it runs."""
-
-    def call(*arguments: Any, **named: Any) -> Any:
-        if torch.compiler.is_compiling():  # the user's own code around the model is being compiled; the stance cannot be changed in it
-            return function(*arguments, **named)
-        with eager():
-            return function(*arguments, **named)
-
-    return call
 
 
 def add_slots(model: nn.Module, example_input: Any, *, slots: Sequence[str] | None = None) -> Slotted:
@@ -115,7 +86,7 @@ def check_has_no_slots(host: nn.Module) -> None:
 class Slotted:
     """A host and its slots. `model` is the module that the user passed, `host` the same module without wrappers.
 
-    `calls` is the patch of the model's forward: calls of `model` are counted and recorded as calls of this object are.
+    `calls` is the patch of the model's forward, so that it makes no difference whether the user calls `model` or this object.
     """
 
     def __init__(self, model: nn.Module, host: nn.Module, discovery: Discovery, names: Sequence[str], example_input: Any) -> None:
@@ -124,7 +95,7 @@ class Slotted:
         self.calls = ModelPatch()
         self.is_attached = True
         self._weights = {name: weights_of(host, host.get_submodule(name)) for name in names}  # dtype and device at the discovery
-        self._eager: contextlib.ExitStack | None = None  # open while a compiled model runs eagerly
+        self._eager: ExitStack | None = None  # open while a compiled model runs eagerly
         self._homes = find_homes(host, names, example_input)
         self._check_handle = self._attach_slots()
         # Code that is already compiled was traced without the slots, so discard it.
@@ -136,8 +107,8 @@ class Slotted:
         return self.calls.follower is not None
 
     def _attach_slots(self) -> RemovableHandle:
-        """Attach all slots, wrap the model's forward pass, and return the handle of the state dict check."""
-        # Wrap the model first, because a slot may be after the whole model.
+        """Patch the model's forward, attach all slots, and return the handle of the state dict check."""
+        # Patch the model first, because a slot may be after the whole model.
         self.calls.attach(self.model if is_compiled(self.model) else self.host)
         for name, slot in self.slots.items():
             slot.attach_to(self.host.get_submodule(name), self._homes[name])
@@ -151,7 +122,7 @@ class Slotted:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        # torch gives a copy of a compiled model its own forward, so wrap it again.
+        # torch gives a copy of a compiled model its own forward, so patch it again.
         if self.is_attached and is_compiled(self.model) and around(self.model) is None:
             self.calls.attach(self.model)
         for module in (self.model, self.host):
@@ -187,7 +158,7 @@ class Slotted:
         """Return the place of a slot with its current dtype and device: the host may have been moved or cast since the discovery."""
         place, before = self.slot(name).place, self._weights[name]
         now = weights_of(self.host, self.host.get_submodule(name))
-        # Change only what changed in the weights: dtype and device of an output may differ from those of the weights.
+        # Take over only the changes of the weights: the dtype and device of an output may differ from those of the weights.
         dtype = place.dtype if now.dtype == before.dtype else now.dtype
         device = place.device if now.device == before.device else now.device
         return replace(place, dtype=dtype, device=device)
@@ -198,13 +169,13 @@ class Slotted:
             self._eager.close()
             self._eager = None
         if is_eager and is_compiled(self.model):
-            self._eager = contextlib.ExitStack()
+            self._eager = ExitStack()
             self._eager.enter_context(eager_calls(self.model))
 
-    @contextlib.contextmanager
+    @contextmanager
     def without(self, names: Sequence[str]) -> Iterator[None]:
         """Switch off the seeds in these slots inside the `with` block."""
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             for name in names:
                 stack.enter_context(self.slot(name).held_at(0.0))
             yield
@@ -285,7 +256,7 @@ class Slotted:
         if not self.is_attached:
             return self.host
         kept = {name: slot.seed for name, slot in self.slots.items() if slot.is_kept and slot.seed is not None}
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             # Disconnect the other seeds. The stack connects them again if baking fails.
             for name, slot in self.slots.items():
                 if name not in kept and slot.is_connected:
@@ -313,6 +284,7 @@ class Slotted:
 
     def _example_outputs(self) -> list[Tensor] | None:
         """Return the host's outputs for the example input in eval mode, with no side effects; warn and return None if it cannot run."""
+        # The host may have been moved or cast since the discovery. Convert the example as the weights were converted.
         was, now = next(iter(self._weights.values())), weights_of(self.host, self.host)
         example = as_model_takes_it(self.example_input, was.device, now.device, was.dtype, now.dtype)
         try:
@@ -329,7 +301,7 @@ class Slotted:
             return None
 
     def describe(self) -> str:
-        """Return tables to print: every place and its slot, the reason where nothing can grow, and the cost of each blueprint."""
+        """Return tables to print: every place with its slot, or the reason why nothing can grow there, and the cost of each blueprint."""
         found = self.discovery
         rows = [("place", "output", "slot")]
         rows += [(name, _output(place), _content(self.slots.get(name))) for name, place in found.places.items()]
@@ -443,3 +415,32 @@ class AveragedModel:
                 mine.copy_(theirs)
         for held, given in zip(target.buffers(), source.buffers(), strict=True):
             held.copy_(given)
+
+
+@contextmanager
+def eager_calls(model: nn.Module) -> Iterator[None]:
+    """Run the compiled parts of a model eagerly inside the `with` block. Copies made inside the block still compile.
+
+    `torch.compiler.set_stance` is not enough: it is global, so it would affect other models and stay on if a training loop is abandoned.
+    """
+    with ExitStack() as stack:
+        for module in list(model.modules()):
+            if "_orig_mod" in module._modules:  # compiled by torch.compile(module)
+                stack.enter_context(forward_replaced(module, _eagerly(own_forward(module))))
+            compiled = vars(module).get("_compiled_call_impl")  # compiled by module.compile()
+            if compiled is not None:
+                vars(module)["_compiled_call_impl"] = _eagerly(compiled)
+                stack.callback(vars(module).update, _compiled_call_impl=compiled)
+        yield
+
+
+def _eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with torch's compiler switched off while it runs."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling():  # the user's own code around the model is being compiled; the stance cannot be changed in it
+            return function(*arguments, **named)
+        with eager():
+            return function(*arguments, **named)
+
+    return call

@@ -5,6 +5,8 @@
   many levels up the changed module is. `find_homes` finds the module for every slot.
 - State dict. A seed is in the host's state dict from the beginning, under the name it has when it is baked: `block.esper_seed.alpha`. So a
   model that is saved in the middle of training keeps its seeds. A state dict with other seeds than the model's is refused.
+
+`agree` and `as_model_takes_it` serve the comparison of a model's outputs before and after such a change.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from esper.growth.host.layout import Place
 from esper.growth.host.slots import SeedHome, Slot, on_load, tensors_in
 from esper.growth.seeds.seed import SPEC_KEYS, Seed, SeedSpec
 
-# A saved seed up to this width is built without comparing the width with its weights: a user's blueprint may have no weight of that size.
+# The width of a saved seed must not exceed the sizes of its weights, unless it is at most this: the weights of a user's blueprint may be
+# smaller.
 SMALL_WIDTH = 4096
 
 BAKED = "esper_seed"  # name of a seed in the module it is registered in, and so in the state dict
@@ -64,6 +67,7 @@ def find_homes(host: nn.Module, names: Sequence[str], example_input: Any) -> dic
 
 
 def _children_of(module: nn.Module) -> list[nn.Module]:
+    """Return the children of a module, without baked seeds and parametrizations of weights."""
     return [child for name, child in module.named_children() if name != "parametrizations" and not isinstance(child, Seed)]
 
 
@@ -76,7 +80,7 @@ def _counts_children(module: nn.Module) -> bool:
 
 
 def _first_layer(module: nn.Module) -> str:
-    """Return the name of the first submodule without children of its own."""
+    """Return the name of the first submodule without children; there must be one."""
     for name, part in module.named_modules():
         if name and "parametrizations" not in name.split(".") and not _children_of(part) and not isinstance(part, Seed):
             return str(name)
@@ -161,7 +165,7 @@ def specs_in(state: Mapping[str, Any]) -> dict[str, SeedSpec]:
 
 
 def _check_shape(spec: SeedSpec, weights: Sequence[Any]) -> None:
-    """Raise ValueError if the spec cannot belong to these weights. Building a seed of a damaged spec could exhaust the memory."""
+    """Raise ValueError if the spec cannot belong to these weights. Building a seed from a damaged spec could exhaust the memory."""
     if len(spec.shape) not in {"dense": (1,), "token": (2, 3), "conv": (2, 3)}[spec.kind] or min(spec.shape) < 1 or spec.levels_up < 0:
         raise ValueError(f"a {spec.kind} seed of the shape {list(spec.shape)}")
     width = spec.shape[0] if spec.kind == "conv" else spec.shape[-1]
@@ -171,7 +175,7 @@ def _check_shape(spec: SeedSpec, weights: Sequence[Any]) -> None:
 
 
 def build_seed(place: Place, spec: SeedSpec) -> Seed:
-    """Build a seed of a saved model. Its weights are still to be loaded."""
+    """Build a seed of a saved model. The caller loads its weights."""
     place = replace(place, kind=spec.kind, shape=spec.shape, is_causal=spec.is_causal, batch_axis=spec.batch_axis, alone="")
     try:
         seed = Seed(place, spec.blueprint, random_seed=0, blending=spec.blending)
@@ -193,16 +197,16 @@ class CheckStructure:
     def __call__(self, module: nn.Module, state_dict: Any, prefix: str, *others: Any) -> None:
         if any(slot.ignores_loads for slot in self.slots.values()):
             return
-        # Compare the seeds in the state dict with those in slots (`living`) and those that are baked.
+        # Compare the seeds in the state dict with those of the model: in slots, or baked.
         saved = specs_in({key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)})
-        living = {
+        present = {
             f"{name}.{slot.home.baked_as}" if name else slot.home.baked_as: slot.seed.spec
             for name, slot in self.slots.items()
             if slot.seed is not None
         }
-        living |= {name: seed.spec for name, seed in self.host.named_modules() if isinstance(seed, Seed)}
-        surplus, lacking = sorted(saved.keys() - living.keys()), sorted(living.keys() - saved.keys())
-        other = sorted(name for name in saved.keys() & living.keys() if not saved[name].builds_same(living[name]))
+        present |= {name: seed.spec for name, seed in self.host.named_modules() if isinstance(seed, Seed)}
+        surplus, lacking = sorted(saved.keys() - present.keys()), sorted(present.keys() - saved.keys())
+        other = sorted(name for name in saved.keys() & present.keys() if not saved[name].builds_same(present[name]))
         if not surplus and not lacking and not other:
             return
         if surplus:
@@ -211,7 +215,7 @@ class CheckStructure:
             what = f"the model has the seed {lacking[0]!r}, and the state dict does not: it was saved before the seed grew, or from a copy"
         else:
             what = (
-                f"the seed {other[0]!r} is a {saved[other[0]].blueprint} in the state dict and a {living[other[0]].blueprint} in the model"
+                f"the seed {other[0]!r} is a {saved[other[0]].blueprint} in the state dict and a {present[other[0]].blueprint} in the model"
             )
         raise GrowthError(
             f"{what}; nothing was loaded. To restore an earlier state of a growing model, use grower.save and grower.load; "
@@ -222,7 +226,7 @@ class CheckStructure:
 class SeedsIgnored:
     """Until `stop`, loading a state dict into `module` neither changes its seeds nor uses those of the state dict.
 
-    For callbacks, which restore seeds with their stages and optimisers from their own state.
+    Callbacks use it, because they restore the seeds with their stages and optimisers from their own state.
     """
 
     def __init__(self, module: nn.Module, slots: Iterable[Slot]) -> None:
