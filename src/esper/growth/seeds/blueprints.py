@@ -145,9 +145,29 @@ def build_branch(blueprint: Blueprint, place: Place, seed: int) -> nn.Module:
     return branch.to(device=place.device, dtype=place.dtype).requires_grad_()
 
 
+# Cost
+
+
 def cost_of(blueprint: Blueprint, place: Place) -> Cost:
     """Count the parameters, and the FLOPs of a forward pass for one sample. Torch counts only matrix products, so norms are free."""
     return _cost(blueprint, _cache_key(place))
+
+
+@cache
+def _cost(blueprint: Blueprint, place: Place) -> Cost:
+    try:
+        return _count(blueprint, place, torch.device("meta"))
+    except Exception:  # the branch may need real numbers; if it is broken, the CPU shows the error
+        return _count(blueprint, place, CPU)
+
+
+def _count(blueprint: Blueprint, place: Place, device: torch.device) -> Cost:
+    # Compute attention by plain matrix products, which the counter sees.
+    with _apart(device), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        branch = blueprint.build(place)
+        with flop_counter() as counter:
+            branch(torch.zeros(1, *place.shape))
+    return Cost(sum(parameter.numel() for parameter in branch.parameters()), counter.get_total_flops())
 
 
 def flop_counter() -> FlopCounterMode:
@@ -218,59 +238,12 @@ def _rnn_flops(inputs: Shape, weights: Sequence[Shape], *others: Any, out_shape:
     return 2 * math.prod(inputs[:-1]) * sum(math.prod(shape) for shape in weights if len(shape) == 2)
 
 
+# Trial runs of branches
+
+
 def check_branch(blueprint: Blueprint, place: Place) -> None:
     """Raise a GrowthError unless the blueprint's branch is zero at birth and has a gradient. The result is cached."""
     _check(blueprint, _cache_key(place))
-
-
-def live_parameters(blueprint: Blueprint, place: Place, branch: nn.Module) -> tuple[str, ...]:
-    """Return the names of a branch's parameters that have a gradient at birth: those of its zeroed layer."""
-    key = blueprint, _cache_key(place)
-    if key not in _live:
-        named = dict(branch.named_parameters())
-        with _apart(CPU):
-            h, g = torch.randn(2, 2, *place.shape).to(device=place.device, dtype=place.dtype)
-            gradients = torch.autograd.grad(branch(h), list(named.values()), g, allow_unused=True)
-        live = tuple(name for name, gradient in zip(named, gradients, strict=True) if gradient is not None and bool(gradient.any()))
-        _live[key] = live or tuple(named)
-    return _live[key]
-
-
-_live: dict[tuple[Blueprint, Place], tuple[str, ...]] = {}  # cache of live_parameters
-
-
-def _cache_key(place: Place) -> Place:
-    """Return the place with only the fields that a branch depends on, so that equal places share cached results."""
-    return Place("", place.kind, place.shape, batch_axis=place.batch_axis, is_causal=place.is_causal, alone=place.alone)
-
-
-def _described(place: Place) -> str:
-    return f"the {place.kind} output {'×'.join(map(str, place.shape))}"
-
-
-@contextmanager
-def _apart(device: torch.device, seed: int = 0) -> Iterator[None]:
-    """Isolate the block from the caller's random generator, default device, autocast, gradient and inference modes, and vice versa."""
-    with torch.random.fork_rng(devices=[]), device, torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the other devices' generators too
-        yield
-
-
-@cache
-def _cost(blueprint: Blueprint, place: Place) -> Cost:
-    try:
-        return _count(blueprint, place, torch.device("meta"))
-    except Exception:  # the branch may need real numbers; if it is broken, the CPU shows the error
-        return _count(blueprint, place, CPU)
-
-
-def _count(blueprint: Blueprint, place: Place, device: torch.device) -> Cost:
-    # Compute attention by plain matrix products, which the counter sees.
-    with _apart(device), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        branch = blueprint.build(place)
-        with flop_counter() as counter:
-            branch(torch.zeros(1, *place.shape))
-    return Cost(sum(parameter.numel() for parameter in branch.parameters()), counter.get_total_flops())
 
 
 @cache
@@ -309,6 +282,30 @@ def _fault_at_birth(branch: nn.Module, h: Tensor) -> str | None:
     return None
 
 
+def _has_live_gradient(branch: nn.Module, output: Tensor) -> bool:
+    parameters = list(branch.parameters())
+    if not parameters or not output.requires_grad:
+        return False
+    gradients = torch.autograd.grad(output, parameters, grad_outputs=torch.randn_like(output), allow_unused=True)
+    return any(gradient is not None and bool(gradient.isfinite().all() and gradient.any()) for gradient in gradients)
+
+
+_live: dict[tuple[Blueprint, Place], tuple[str, ...]] = {}  # cache of live_parameters
+
+
+def live_parameters(blueprint: Blueprint, place: Place, branch: nn.Module) -> tuple[str, ...]:
+    """Return the names of a branch's parameters that have a gradient at birth: those of its zeroed layer."""
+    key = blueprint, _cache_key(place)
+    if key not in _live:
+        named = dict(branch.named_parameters())
+        with _apart(CPU):
+            h, g = torch.randn(2, 2, *place.shape).to(device=place.device, dtype=place.dtype)
+            gradients = torch.autograd.grad(branch(h), list(named.values()), g, allow_unused=True)
+        live = tuple(name for name, gradient in zip(named, gradients, strict=True) if gradient is not None and bool(gradient.any()))
+        _live[key] = live or tuple(named)
+    return _live[key]
+
+
 @cache
 def _looks(blueprint: Blueprint, place: Place) -> tuple[bool, bool]:
     """Return whether an output position of a branch depends on input positions before it, and on positions after it, by trying it out."""
@@ -328,12 +325,24 @@ def _looks(blueprint: Blueprint, place: Place) -> tuple[bool, bool]:
         return False, False
 
 
-def _has_live_gradient(branch: nn.Module, output: Tensor) -> bool:
-    parameters = list(branch.parameters())
-    if not parameters or not output.requires_grad:
-        return False
-    gradients = torch.autograd.grad(output, parameters, grad_outputs=torch.randn_like(output), allow_unused=True)
-    return any(gradient is not None and bool(gradient.isfinite().all() and gradient.any()) for gradient in gradients)
+# Helpers
+
+
+def _cache_key(place: Place) -> Place:
+    """Return the place with only the fields that a branch depends on, so that equal places share cached results."""
+    return Place("", place.kind, place.shape, batch_axis=place.batch_axis, is_causal=place.is_causal, alone=place.alone)
+
+
+def _described(place: Place) -> str:
+    return f"the {place.kind} output {'×'.join(map(str, place.shape))}"
+
+
+@contextmanager
+def _apart(device: torch.device, seed: int = 0) -> Iterator[None]:
+    """Isolate the block from the caller's random generator, default device, autocast, gradient and inference modes, and vice versa."""
+    with torch.random.fork_rng(devices=[]), device, torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the other devices' generators too
+        yield
 
 
 def _register_built_in() -> None:
