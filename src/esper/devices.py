@@ -81,9 +81,10 @@ class GraphRecorder:
             current.wait_stream(self._stream)
 
     def record(self, function: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-        """Call the function inside of `stream()`. Return the graph of its kernels, which have not run, and its result, not yet computed.
+        """Call the function, and return the graph of its kernels and its result. Call this inside `stream()`.
 
-        `torch.cuda.graph` is not used because it first waits for the device and frees all cached memory.
+        The kernels have not run yet: the result is computed when the graph is replayed. `torch.cuda.graph` is not used because it first
+        waits for the device and frees all cached memory.
         """
         assert torch.cuda.current_stream(self._stream.device) == self._stream
         graph = torch.cuda.CUDAGraph()
@@ -113,9 +114,9 @@ def threads(count: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def determinism(is_on: bool) -> Iterator[None]:
-    """Use deterministic kernels inside the context, so that the same run gives the same bits on a GPU. If off, cuDNN searches the fastest.
+    """Use deterministic kernels inside the context, so that the same run gives the same bits on a GPU; or let cuDNN search the fastest.
 
-    An operation without a deterministic kernel then raises an error. Runs on the CPU are deterministic in any case.
+    With `is_on`, an operation without a deterministic kernel raises an error. Runs on the CPU are deterministic in any case.
     """
     cudnn = torch.backends.cudnn
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

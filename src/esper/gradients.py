@@ -1,8 +1,8 @@
-"""Gradients: a measure of their health, statistics over training steps, and the loss scales of float16.
+"""Gradients: a measure of their health, statistics over training steps, and loss scales for float16.
 
-Gradients in float16 vanish below 6e-8 and overflow above 65504. So a loss is multiplied by a scale, as large as its gradients allow, and
-its gradients are divided by it before they are used. A step whose gradients overflow is not taken, and the scale is halved. The numbers are
-those of torch.amp.GradScaler. All of this happens on the device, in tensors that stay in place, so that steps can be recorded.
+Loss scales. Gradients in float16 vanish below 6e-8 and overflow above 65504. So a loss is multiplied by a scale, as large as its gradients
+allow, and its gradients are divided by it before they are used. A step whose gradients overflow is not taken, and the scale is halved. The
+numbers are those of torch.amp.GradScaler. All of this happens on the device, in tensors that stay in place, so that steps can be recorded.
 
 Shapes: N = rows, models that are trained side by side; R = some of those, P = weights of a row, B = samples.
 """
@@ -59,7 +59,7 @@ class GradientStats:
     steps: int
     mean_norm: float
     max_norm: float
-    health: float  # in [0, 1], see esper.gradients.gradient_health
+    health: float  # in [0, 1]; mean of `gradient_health` over the steps
     skipped: int  # steps not taken because a gradient of the seed or of its host was not finite
 
     @classmethod
@@ -80,14 +80,14 @@ class GradientStats:
 
 # Loss scales
 
-START, SMALLEST, LARGEST = 2.0**16, 2.0**-32, 2.0**32
+START, SMALLEST, LARGEST = 2.0**16, 2.0**-32, 2.0**32  # values of a scale
 GROWTH_INTERVAL = 2000  # good steps in a row after which a scale is doubled
 
 
 class NoLossScales:
     """The interface of loss scales, and an implementation that scales nothing, for precisions with the range of float32.
 
-    There is one scale per row, [N], and a row is a host of a fleet. A single model has a scale of shape [].
+    There is one scale per row, [N]; a row is a host of a fleet. A single model has a scale of shape [].
     """
 
     def __init__(self, skipped: Tensor) -> None:

@@ -1,4 +1,7 @@
-"""Validate the arguments of `Grower` and `grow` before anything is changed. Errors say what is wrong and what to do."""
+"""Validate the arguments of `Grower` and `grow` before anything is changed. Errors say what is wrong and what to do.
+
+For `grow`, this includes making the user's optimiser and schedule, and finding out when the schedule is stepped.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,15 @@ from esper.growth.lifecycle.slots import AnyBackend, SlotLifecycles
 from esper.growth.measure.contribution import MOST
 from esper.parallel import ALONE, Group, Ranks
 
+MakeHostOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+MakeScheduler = Callable[[Optimizer], Any]
+
+
 # Arguments of Grower
 
 
 def check_fit_together(slotted: object, optimizer: Optimizer, config: object) -> None:
-    """Raise a GrowthError unless `slotted` has slots, the config is one, and the optimiser holds parameters of the model."""
+    """Raise a GrowthError unless `slotted` is a model with slots, `config` is of the right type, and the optimiser is that of the model."""
     if not isinstance(slotted, Slotted):
         raise GrowthError(
             f"a Grower needs a model with slots, and got a {type(slotted).__name__}; "
@@ -103,12 +110,6 @@ def check_alphas(slotted: Slotted, slot: str, alphas: Sequence[float]) -> None:
 
 # Arguments of grow
 
-MakeHostOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
-
-MakeScheduler = Callable[[Optimizer], Any]
-
-# Precision
-
 
 def check_precision(model: nn.Module, precision: str, device: torch.device) -> None:
     """Raise a GrowthError if autocast to this precision does not work for the model or its device."""
@@ -125,9 +126,6 @@ def check_precision(model: nn.Module, precision: str, device: torch.device) -> N
             pass
     except (RuntimeError, UserWarning) as error:
         raise GrowthError(f"precision {precision!r} does not work on {device}: {error}; choose another, or another device") from error
-
-
-# Optimiser and schedule
 
 
 def optimizer_from(make: MakeHostOptimizer, parameters: Sequence[nn.Parameter]) -> Optimizer:
@@ -181,7 +179,7 @@ def scheduler_from(make: MakeScheduler | None, optimizer: Optimizer) -> Any:
 
 PER_STEP = (OneCycleLR, CyclicLR)  # schedules that count steps, by their documentation
 
-PER_EPOCH = (  # schedules that count epochs, by their documentation, with the attribute that says when they end or change
+PER_EPOCH = (  # schedules that count epochs, by their documentation, with the attribute that says when they end or change, if there is one
     (CosineAnnealingLR, "T_max"),
     (CosineAnnealingWarmRestarts, "T_0"),
     (ConstantLR, "total_iters"),

@@ -21,7 +21,7 @@ from esper.growth.host.slots import tensors_in
 LossFunction = Callable[[Any, Any], Tensor]  # (outputs, targets)
 StepLoss = Callable[[nn.Module, Any], Tensor]  # (model, batch)
 
-IN_MODEL, IN_LOSS = "the model cannot run the inputs", "loss_fn fails"  # the first words of the notes of from_pair
+IN_MODEL, IN_LOSS = "the model cannot run the inputs", "loss_fn fails"  # how the notes begin that `step_loss_of` adds to errors
 
 _TYPES = ("dtype", "scalar type")  # torch 2.11 says "expected scalar type Long but found Int"
 
@@ -96,7 +96,7 @@ class Listener:
 
 
 class ConstantPredictor:
-    """Search for the smallest loss of a model that gives all samples the same output. Losses are compared with it.
+    """Finds the smallest loss of a model that gives all samples the same output. Losses are compared with it.
 
     If targets are class numbers, the best output is the logarithm of the class frequencies, the same at all positions of a sample.
     Otherwise L-BFGS searches for it, starting at the mean of the first batch's outputs. That works for any loss function with a gradient;

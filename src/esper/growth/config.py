@@ -11,7 +11,7 @@ from esper.config import Config, ConfigError, Fraction, NonNegativeFloat, NonNeg
 
 
 class GrowthError(ValueError):
-    """A mistake that the user can correct. The message says what is wrong and what to do. Nothing has been changed."""
+    """A mistake that the user can correct. The message says what is wrong and what to do."""
 
 
 class RentConfig(Config):
@@ -38,7 +38,7 @@ class LifecycleConfig(Config):
     raise_mode: Literal["joint", "shadow"] = "joint"  # joint: seeds learn with the host; shadow: the host is unchanged until blending
     training_epochs: PositiveInt = 3  # shadow: minimum epochs of learning before blending
     minimum_health: Fraction = 0.7  # shadow: minimum gradient health before blending
-    blend_epochs: NonNegativeInt = 2  # shadow: epochs over which alpha rises
+    blend_epochs: NonNegativeInt = 2  # epochs over which alpha rises after the shadow, or moves to another target
     blending: Literal["add", "multiply", "gate"] = "add"  # how a seed's branch changes the output of its slot; each starts as the identity
     alpha_curve: Literal["linear", "cosine"] = "linear"  # shape of the rise or fall of alpha
     alpha_target: PositiveFloat = 1.0  # shadow: final alpha, at most 1; joint seeds have alpha 1 from birth
@@ -55,7 +55,7 @@ class GovernorConfig(Config):
     """When the governor takes snapshots, and when it restores one."""
 
     window: PositiveInt = 20  # number of recent losses that define the normal spread of the loss
-    spike_sigmas: PositiveFloat = 6.0  # a loss this many standard deviations above the window's mean is a spike
+    spike_sigmas: PositiveFloat = 6.0  # a loss this many standard deviations above the recent losses is a spike
     spike_checks: PositiveInt = 3  # this many spikes in a row are a disaster
     checks_per_epoch: PositiveInt = 8  # number of parts of an epoch whose mean training losses are checked
     uninformed_loss: float | None = None  # loss of a constant predictor, such as log(classes); None: `grow` measures it
@@ -134,4 +134,4 @@ class TrainingConfig(GrowthConfig):
     precision: Literal["float32", "bfloat16", "float16"] = "float32"  # autocast precision of forward passes; float16 adds a loss scale
     accumulate: PositiveInt = 1  # batches per step of the optimiser; each is weighted by its number of samples
     max_grad_norm: PositiveFloat | None = None  # limit of the host's gradient norm; None: not clipped. For seeds, see seed_optimizer
-    step_schedule: Literal["auto", "epoch", "step"] = "auto"  # when the schedule is stepped; auto: per epoch, OneCycleLR per step
+    step_schedule: Literal["auto", "epoch", "step"] = "auto"  # auto: OneCycleLR and CyclicLR per step, others per epoch

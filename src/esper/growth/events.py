@@ -34,15 +34,15 @@ class SlotView(msgspec.Struct, frozen=True):
     stage: str
     blueprint: str | None
     alpha: float
-    age: int
-    health: float | None
-    gain: float | None
+    age: int  # epochs since the seed germinated
+    health: float | None  # of the seed's gradients, in [0, 1]
+    gain: float | None  # increase of the loss if the seed were removed, as measured last
     gain_low: float | None
     gain_high: float | None
     parameters: int
     rent: float
     grad_norm: float | None = None  # mean gradient norm of the seed over the epoch's steps, before clipping
-    skipped: int = 0  # steps that the seed skipped because its gradient was not finite
+    skipped: int = 0  # steps that the seed skipped because its gradient, or that of its host, was not finite
 
 
 class EpochEnded(Event, tag="epoch_ended"):

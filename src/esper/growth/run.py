@@ -112,7 +112,7 @@ class GrowthRun:
         self.epochs_saved = 0  # by this process
 
     def has_checkpoint(self) -> bool:
-        """Return whether the folder holds a checkpoint. Looks at the files, because a signal can interrupt `save` after writing one."""
+        """Return whether the folder holds a checkpoint. Looks at the files, because a signal may interrupt `save` after one is written."""
         return self._store.has_any()
 
     def emit(self, event: Event) -> None:
@@ -190,7 +190,7 @@ def open_run(
         _check_same(load_saved(type(config), place / CONFIG), config, place)
         with locked(place):
             store = CheckpointStore(place / CHECKPOINTS, kind=KIND)
-            latest = store.load if store.has_any() else lambda: None
+            latest = store.load if store.has_any() else lambda: None  # a function: a variable here would keep the checkpoint in memory
             with _opened(place, config, files or {}, latest(), sinks, should_stop) as resumed:
                 yield resumed
         return
@@ -232,6 +232,7 @@ def _opened(
 
 
 def _log(folder: Path, checkpoint: Checkpoint | None, sinks: Sequence[Sink]) -> EventLog:
+    """Open a new event log, or that of a resumed run without the events after its checkpoint."""
     path = folder / EVENTS
     if checkpoint is None:
         remove(path)  # without a checkpoint, a resumed run starts again, and its events with it
@@ -272,6 +273,7 @@ def _random_streams() -> dict[str, Any]:
 
 
 def _set_random_streams(state: dict[str, Any]) -> None:
+    """Restore the states that `_random_streams` returned."""
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and state["cuda"]:
         torch.cuda.set_rng_state_all(state["cuda"])

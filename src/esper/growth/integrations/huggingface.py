@@ -59,8 +59,8 @@ class GrowthTrainerCallback(TrainerCallback):
         self.resumed: Path | None = None  # checkpoint from which this training resumes
         self.ignored: SeedsIgnored | None = None  # set while the Trainer loads that checkpoint
         self._loaders: list[Iterable[Any]] = []  # of the validation data
-        self._losses: list[Tensor] = []  # since the last optimiser step
-        self._batches: list[Any] = []  # since the last optimiser step
+        self._batches: list[Any] = []  # batches since the last optimiser step
+        self._losses: list[Tensor] = []  # losses of these batches
 
     def bake(self) -> nn.Module:
         """Return the model with the fossilized seeds as ordinary modules. `esper.load` gives a fresh model the same structure."""
@@ -111,7 +111,7 @@ class GrowthTrainerCallback(TrainerCallback):
         losses, batches = self._losses, self._batches
         self._losses, self._batches = [], []
         samples = sum(map(size_of, batches))
-        # Sum them: the Trainer has already divided every loss by the number of batches, or by the number of tokens in all of them.
+        # Sum the losses: the Trainer has already divided each by the number of batches, or by the number of tokens in all of them.
         self._grower().after_step(torch.stack(losses).sum(), closure=partial(self._loss, batches[-1]), samples=samples)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:

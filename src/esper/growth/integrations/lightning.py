@@ -74,8 +74,8 @@ class GrowthCallback(Callback):
         self._saved: dict[str, Any] | None = None  # state from a checkpoint, until there is a grower for it
         self._ignored: SeedsIgnored | None = None  # set while Lightning loads a checkpoint
         self._steps = 0  # optimiser steps, as Lightning counts them
-        self._losses: list[Tensor] = []  # since the last optimiser step
-        self._samples = 0  # since the last optimiser step
+        self._losses: list[Tensor] = []  # losses of the batches since the last optimiser step
+        self._samples = 0  # samples of these batches
 
     def bake(self) -> nn.Module:
         """Return the module (or its `model_attribute`) with the fossilized seeds as ordinary modules, without slots."""
@@ -94,6 +94,7 @@ class GrowthCallback(Callback):
             self._ignored = SeedsIgnored(pl_module, [] if self.grower is None else self.grower.slotted.slots.values())
 
     def _weights_are_loaded(self) -> None:
+        """Stop ignoring the seeds in a state dict, once Lightning has loaded the weights of a checkpoint."""
         if self._ignored is not None:
             self._ignored.stop()
             self._ignored = None
@@ -263,9 +264,12 @@ def _check_can_follow(trainer: Any, pl_module: Any) -> None:
 
 def _validation_batches(trainer: Any, pl_module: Any) -> Iterator[Any]:
     """Yield the validation batches that Lightning would use, prepared in the same way."""
-    loaders = trainer.val_dataloaders
-    several = list(loaders.values()) if isinstance(loaders, Mapping) else loaders if isinstance(loaders, list | tuple) else [loaders]
-    for index, (loader, limit) in enumerate(zip(several, trainer.num_val_batches, strict=True)):
+    loaders = trainer.val_dataloaders  # one loader, or several in a list or by name
+    if isinstance(loaders, Mapping):
+        loaders = list(loaders.values())
+    elif not isinstance(loaders, list | tuple):
+        loaders = [loaders]
+    for index, (loader, limit) in enumerate(zip(loaders, trainer.num_val_batches, strict=True)):
         for raw in islice(loader, None if math.isinf(limit) else int(limit)):
             batch = trainer.precision_plugin.convert_input(raw)
             for owner in filter(None, (pl_module, trainer.datamodule)):  # by default this hook returns the batch as it is

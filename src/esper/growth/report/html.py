@@ -48,8 +48,8 @@ _MARK_LABELS = {"germinated": "germinated", "fossilized": "kept", "pruned": "pru
 
 def loss_plot(story: Story, twin: Story | None = None) -> str:
     """Draw training and validation loss by epoch, with marks where seeds germinated and ended."""
-    with _drawing(3.6) as (figure, finish):
-        axes = figure.subplots()
+    with _drawing(3.6) as (chart, finish):
+        axes = chart.subplots()
         epochs = [epoch.epoch for epoch in story.epochs]
         axes.plot(epochs, [epoch.train_loss for epoch in story.epochs], color=_PLACEHOLDERS["train"], label="training")
         axes.plot(epochs, [epoch.val_loss for epoch in story.epochs], color=_PLACEHOLDERS["validation"], label="validation", linewidth=2)
@@ -67,8 +67,8 @@ def loss_plot(story: Story, twin: Story | None = None) -> str:
 
 def lives_plot(story: Story) -> str:
     """Draw a horizontal bar for every seed, coloured by its stages."""
-    with _drawing(0.9 + 0.32 * max(len(story.seeds), 1)) as (figure, finish):
-        axes = figure.subplots()
+    with _drawing(0.9 + 0.32 * max(len(story.seeds), 1)) as (chart, finish):
+        axes = chart.subplots()
         end = story.epochs[-1].epoch if story.epochs else 0
         used = set()
         for row, seed in enumerate(story.seeds):
@@ -92,8 +92,8 @@ def lives_plot(story: Story) -> str:
 
 def parameters_plot(story: Story) -> str:
     """Draw the parameters of host and seeds by epoch, with a line for the host alone."""
-    with _drawing(2.4) as (figure, finish):
-        axes = figure.subplots()
+    with _drawing(2.4) as (chart, finish):
+        axes = chart.subplots()
         host = story.began.parameters if story.began is not None else 0
         epochs = [0, *(epoch.epoch for epoch in story.epochs)]
         counts = [host, *(epoch.parameters for epoch in story.epochs)]
@@ -175,14 +175,14 @@ def _drawing(height: float) -> Iterator[tuple[Any, Callable[[], str]]]:
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # ignore the user's own settings
         matplotlib.rcParams.update(style)
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-        yield figure, lambda: _svg_of(figure)
+        chart = Figure(figsize=(_WIDTH, height), layout="constrained")
+        yield chart, lambda: _svg_of(chart)
 
 
-def _svg_of(figure: Any) -> str:
-    """Return a figure as SVG to embed in the page, without metadata and with CSS variables as colours."""
+def _svg_of(chart: Any) -> str:
+    """Return a chart as SVG to embed in the page, without metadata and with CSS variables as colours."""
     text = io.StringIO()
-    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    chart.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)

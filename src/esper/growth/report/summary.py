@@ -89,7 +89,7 @@ def counted(number: int, what: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Figure:
+class _Line:
     """One line of the comparison. `write` turns a value into text."""
 
     name: str
@@ -101,8 +101,8 @@ class _Figure:
     def cells(self) -> Row:
         return (self.name, self._written(self.before), self._written(self.after), self._difference(self.after, self.before))
 
-    def against(self, twin: _Figure | None, compared: TwinCompared | None) -> Row:
-        """Return the cells beside the same figure of the twin, with the difference first."""
+    def against(self, twin: _Line | None, compared: TwinCompared | None) -> Row:
+        """Return the cells with those of the same line of the twin, and the difference first."""
         name, before, after, change = self.cells()
         if twin is None:
             return (name, NONE, after, NONE, before, change)
@@ -130,11 +130,11 @@ def comparison(story: Story, twin: Story | None = None) -> tuple[Row, list[Row]]
 
     Accuracies of run and twin are compared sample by sample, with a 95 % interval.
     """
-    figures = _figures(story)
+    lines = _lines(story)
     if twin is None:
-        return ("", "before", "after", "change"), [figure.cells() for figure in figures]
-    others = {figure.name: figure for figure in _figures(twin)}
-    rows = [figure.against(others.get(figure.name), twin.compared) for figure in figures]
+        return ("", "before", "after", "change"), [line.cells() for line in lines]
+    others = {line.name: line for line in _lines(twin)}
+    rows = [line.against(others.get(line.name), twin.compared) for line in lines]
     return ("", "grown − never", "grown", "never grown", "before", "change"), rows
 
 
@@ -156,28 +156,28 @@ def _reach(compared: TwinCompared) -> float:
     return 50 * (compared.high - compared.low)
 
 
-def _figures(story: Story) -> list[_Figure]:
+def _lines(story: Story) -> list[_Line]:
     """Return the lines of the comparison for a finished run."""
     began, finished = story.began, story.finished
     if began is None or finished is None or not story.epochs:
         return []
     return [
-        _Figure("validation loss", finished.val_loss_before, finished.val_loss, figure, "loss"),
-        *_test_figures(story.tested),
-        _Figure("parameters", began.parameters, finished.parameters, "{:,}".format, "share"),
-        _Figure("FLOPs per sample", began.flops, finished.flops, "{:,}".format, "share"),
-        _Figure("training GFLOPs", None, finished.total_gflops, "{:,.1f}".format, "share"),
-        _Figure("seconds", None, story.seconds, "{:.1f}".format, "share"),
+        _Line("validation loss", finished.val_loss_before, finished.val_loss, figure, "loss"),
+        *_test_lines(story.tested),
+        _Line("parameters", began.parameters, finished.parameters, "{:,}".format, "share"),
+        _Line("FLOPs per sample", began.flops, finished.flops, "{:,}".format, "share"),
+        _Line("training GFLOPs", None, finished.total_gflops, "{:,.1f}".format, "share"),
+        _Line("seconds", None, story.seconds, "{:.1f}".format, "share"),
     ]
 
 
-def _test_figures(tested: FinalTest | None) -> list[_Figure]:
+def _test_lines(tested: FinalTest | None) -> list[_Line]:
     if tested is None:
         return []
-    figures = [_Figure("test loss", tested.loss_before, tested.loss, figure, "loss")]
+    lines = [_Line("test loss", tested.loss_before, tested.loss, figure, "loss")]
     if tested.accuracy is not None:
-        figures.append(_Figure("test accuracy", tested.accuracy_before, tested.accuracy, "{:.2%}".format, "points"))
-    return figures
+        lines.append(_Line("test accuracy", tested.accuracy_before, tested.accuracy, "{:.2%}".format, "points"))
+    return lines
 
 
 def _share(added: int, whole: int) -> str:
