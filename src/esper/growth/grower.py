@@ -279,8 +279,9 @@ class Grower:
 
         `evaluate()` returns the validation loss of every batch, always in the same order. If batches differ in size, return pairs (loss,
         number of samples), so that every sample has the same weight. The function is called once for the model as it is and once more for
-        each seed on trial, with that seed switched off. It has to switch to eval mode and turn gradients off itself; the grower restores
-        the modes of all modules afterwards. With several ranks, each rank must go through the same number of batches; the losses of all
+        each seed on trial, with that seed switched off. When a slot is on trial for the first time, another call checks whether the layers
+        before it can be replayed. `evaluate` has to switch to eval mode and turn gradients off itself; the grower restores the modes of all
+        modules afterwards. With several ranks, each rank must go through the same number of batches; the losses of all
         ranks count.
 
         Nothing is changed before all evaluations are done, so an error in `evaluate` leaves everything as it was.
@@ -379,6 +380,7 @@ class Grower:
             self.slotted.calls.recording = self.slotted.calls.follower = None
 
     def _check_is_active(self) -> None:
+        """Raise a GrowthError if the slots were removed or this grower was stopped."""
         if not self.slotted.is_attached:
             raise GrowthError(
                 "the slots were removed by bake() or remove(), so nothing can grow any more; to continue, call add_slots again and make a "
@@ -420,7 +422,10 @@ class Grower:
     # Measurements that need extra evaluations
 
     def shapley(self, evaluate: Evaluate, slots: Sequence[str] | None = None) -> dict[str, Interval]:
-        """Return the Shapley value of each living seed in `slots` (default: all connected ones). Calls `evaluate` 2^k times for k seeds."""
+        """Return the Shapley value of each living seed in `slots` (default: all connected ones). Calls `evaluate` 2^k times for k seeds.
+
+        As in `after_epoch`, there is one more call for each slot that is measured for the first time.
+        """
         names = players(self.lifecycles, slots)
         with self._prober.paused():
             return self._measurement.shapley(evaluate, names)
@@ -527,6 +532,7 @@ class Grower:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state of `state_dict`. Model, optimiser, schedule and controller must be made as they were then."""
         saved = state["controller"]["name"]
         if saved != self.controller.name:
             raise GrowthError(

@@ -3,8 +3,8 @@
 The contribution is the validation loss with the seed off minus the loss with it on, over the same batches.
 
 Settings. With k seeds, k + 1 settings are evaluated: all on, and each one off. The layers before a slot compute the same values with its
-seed on and off, so their outputs are recorded while all seeds are on, and replayed. A check, once per slot, makes sure that the replay
-gives bit-identical losses.
+seed on and off, so their outputs are recorded while all seeds are on, and replayed. One more evaluation, once per slot, checks that the
+replay gives bit-identical losses.
 
 Weights. Every sample has the same weight: if `evaluate` tells the sizes of the batches, a batch is weighted by its size. On several ranks,
 the batches with the same number are merged into one, whose loss is the mean over the samples of all ranks. Ranks may therefore split the
@@ -15,7 +15,7 @@ of a single look; see `confidence_of_look`.
 
 Shapley values divide the joint gain of several seeds among them. A contribution is measured beside all other seeds, so two seeds that do
 the same work each contribute nothing, although one of them is needed. The Shapley value of a seed is the mean of its gain over all orders
-in which the seeds could be added. The values of all seeds sum to the whole gain. With k seeds this takes 2^k evaluations.
+in which the seeds could be added. The values of all seeds sum to the whole gain. With k seeds this takes 2^k evaluations, and the checks.
 
 `search_alpha` compares the validation losses of one seed at several alphas.
 
@@ -161,7 +161,7 @@ class Measurement:
         return losses
 
     def _can_trust(self, evaluate: Evaluate, name: str, with_all: Losses) -> bool:
-        """Return whether the layers before a slot may be replayed. The first time, compare a replay with all seeds on to `with_all`."""
+        """Return whether the layers before a slot may be replayed. The first time, evaluate a replay with all seeds on and compare it."""
         replay = self._replays.get(name)
         is_unusable = name in self._distrusted or replay is None or not replay.is_usable or not replay.nbytes
         if self._group.world_size > 1:

@@ -248,6 +248,7 @@ def check_branch(blueprint: Blueprint, place: Place) -> None:
 
 @cache
 def _check(blueprint: Blueprint, place: Place) -> None:
+    """Build two branches and try one of them; see `check_branch`."""
     with _apart(CPU):
         branch = blueprint.build(place)
         fault = _fault_of_layers(branch, blueprint.build(place)) or _fault_at_birth(branch, torch.randn(2, *place.shape))
@@ -309,7 +310,7 @@ def live_parameters(blueprint: Blueprint, place: Place, branch: nn.Module) -> tu
 @cache
 def _looks(blueprint: Blueprint, place: Place) -> tuple[bool, bool]:
     """Return whether an output position of a branch depends on input positions before it, and on positions after it, by trying it out."""
-    line = 1 if place.kind == "token" else 2
+    line = 1 if place.kind == "token" else 2  # dimension of the positions in [B, T, D] or [B, C, L]
     if place.kind == "dense" or place.positions < 2:
         return False, False
     try:
