@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 VANISHING = 1e-7  # gradient norm
-
 EXPLODING = 100.0  # gradient norm
-
 _DECADES = 2.0  # width of the range over which health falls, in powers of ten
 
 

@@ -30,7 +30,6 @@ Outputs = Mapping[str, Tensor]  # submodule -> its output
 RunExample = Callable[[Any], Outputs | None]
 
 Nudge = tuple[str, int, int]  # (place, dimension, index): the part of the place's output that is changed during the forward pass
-
 RunNudged = Callable[[Any, Nudge | None], Outputs | None]
 
 NEGLIGIBLE = 1e-6  # relative to the largest change: a mask of large finite numbers lets such small changes through

@@ -30,7 +30,6 @@ from esper.growth.seeds.blueprints import flop_counter
 from esper.growth.seeds.seed import Seed
 
 _FITTING = "[B, C, H, W], [B, C, L], [B, T, D], [T, B, D], [B, H, W, D] and [B, D]"
-
 _WIDTHS = ("out_channels", "num_features", "num_channels", "out_features", "embedding_dim")  # attributes for the width of a layer's output
 
 
@@ -364,13 +363,9 @@ def weights_of(model: nn.Module, module: nn.Module) -> Weights:
 # cache. Both are recognised by words in the names of arguments, attributes and buffers.
 
 _MASKS = {"mask", "masks", "padding", "pad", "pads", "length", "lengths", "lens", "seqlen", "seqlens"}
-
 _CACHES = {"past", "cache", "caches", "kv", "incremental", "mems"}
-
 _CACHE_NAMES = {"start_pos", "input_pos", "inference_params"}  # whole names
-
 _STATES = {"state", "states", "hidden", "hiddens", "hx"}  # only in arguments of the host: layers have such arguments anyway
-
 _NO_CACHES = {"cos", "sin", "rope", "rotary", "freq", "freqs"}  # caches of position encodings, which hold no activations
 
 

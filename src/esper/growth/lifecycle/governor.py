@@ -66,7 +66,6 @@ class LossRange:
 
 
 ENOUGH = 5  # number of losses before a finite loss can be a spike
-
 RECENT = 5  # number of losses whose median is the present level of the run
 
 # Lower bounds of the spread: relative to the level, and absolute in units of the loss scale (nats for ten classes). At convergence the
@@ -74,14 +73,12 @@ RECENT = 5  # number of losses whose median is the present level of the run
 # explosion. With six sigmas a loss must nearly double before it is a spike, and a loss below 0.003 units never is one. Ten times the level
 # is still a spike at every level from 0.0004 units upwards.
 RELATIVE_FLOOR = 0.15
-
 ABSOLUTE_FLOOR = 5e-4
 
 INFORMED = 0.8  # share of the uninformed loss; a window with a lower mean has learned something
-
 COLLAPSED = 0.97  # share of the uninformed loss; a model with a higher loss knows nothing
 
-# In a normal distribution, this share of the values lies within this many sigmas of the middle.
+# In a normal distribution, this share of the values lies within this many sigmas of the median.
 _QUANTILE, _QUANTILE_SIGMAS = 0.75, 1.1503
 
 

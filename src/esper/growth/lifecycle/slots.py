@@ -38,9 +38,7 @@ from esper.growth.seeds.seed import GATE_WIDTH, Blending, MakeOptimizer, Seed, S
 from esper.rng import Streams
 
 Promised = Mapping[tuple[str, str], float]  # (slot, blueprint) -> fall of the loss per step, as estimated by the probe
-
 OnStage = Callable[[str, str, Stage, str], None]  # slot, blueprint, stage, reason
-
 AnyBackend = TypeVar("AnyBackend", bound=SlotBackend)
 
 
@@ -84,7 +82,6 @@ class SlotLifecycles(Generic[AnyBackend]):
         random_seed = self._streams.integer(f"seed {number}")
         backend.plant(SeedPlan(blueprint, random_seed, rules.blending, is_joint, alpha=1.0 if is_joint else 0.0, warmup=self._warmup()))
         backend.life = Life(blueprint=blueprint, number=number, tried=backend.life.tried)
-
         cost = self.price(name, blueprint)
         self.ledger.entries.append(
             Entry(number, name, blueprint, rules.raise_mode, self.epoch, reason, cost.parameters, cost.flops, steps=[])

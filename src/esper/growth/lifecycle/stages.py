@@ -59,7 +59,6 @@ MOVES: dict[Stage, frozenset[Stage]] = {
 }
 
 LIVING = frozenset({Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING})  # may still be pruned
-
 OCCUPIED = LIVING | {Stage.FOSSILIZED}  # the slot holds a seed
 
 
