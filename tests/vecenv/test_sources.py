@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import msgspec
@@ -277,3 +278,44 @@ def test_evaluation_accepts_the_same_environments_as_training(walk):
     ppo = PPO(walk.make_env, SMALL, num_envs=2)
     assert ppo.evaluate(walk.Walk(), episodes=2).lengths == [4, 4]
     assert ppo.evaluate("walking:make_env", episodes=3).lengths == [4, 4, 4]
+
+
+class Wrong(gymnasium.Env[np.ndarray, int]):
+    """An environment with one mistake: in what `reset` or `step` returns, or in the shape of its observations."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, mistake: str) -> None:
+        self.mistake = mistake
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        obs = np.zeros(3 if self.mistake == "shape" else 2, np.float32)
+        return obs if self.mistake == "reset" else (obs, {})
+
+    def step(self, action: int) -> Any:
+        result = (np.zeros(2, np.float32), 0.0, False, False, {})
+        return result[:4] if self.mistake == "step" else result
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("reset", r"the environment's reset returned something else than \(observation, info\)"),
+        ("shape", r"the environment's reset returned something else than .* observation of its observation_space"),
+        ("step", r"the environment's step returned something else than \(observation, reward, terminated, truncated, info\)"),
+    ],
+)
+def test_a_wrong_result_of_an_environment_is_explained(mistake: str, message: str) -> None:
+    env = make(lambda: Wrong(mistake), 2)
+    if mistake == "step":
+        env.reset(0)
+    with pytest.raises(ValueError, match=message):
+        env.step({"action": torch.zeros(2, dtype=torch.int64)}) if mistake == "step" else env.reset(0)
+
+
+def test_a_wrong_function_of_the_users_module_is_told_with_the_nearest_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "corridors.py").write_text("def make_env():\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"corridors has no mke_env; did you mean 'make_env'\?"):
+        make("corridors:mke_env", 2)

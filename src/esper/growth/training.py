@@ -134,7 +134,9 @@ def grow(
 def check_call(model: object, *, epochs: object, config: object, run: object) -> None:
     """Raise a GrowthError for a wrong model, number of epochs, config or run folder, or inside inference mode."""
     if isinstance(model, type) or not isinstance(model, nn.Module):
-        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        what = (
+            f"the class {model.__name__}; pass an instance, {model.__name__}()" if isinstance(model, type) else f"a {type(model).__name__}"
+        )
         hint = "; pass the model without slots, because grow adds them" if isinstance(model, Slotted) else ""
         raise GrowthError(f"model must be an nn.Module, and is {what}{hint}")
     on_meta = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)

@@ -17,6 +17,8 @@ Shapes: N = parallel environments.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -77,13 +79,16 @@ class GymnasiumEnv:
 
     def reset(self, seed: int | None = None) -> Timestep:
         seed, self._next_seed = self._next_seed if seed is None else seed, None
-        raw, infos = self.vector_env.reset(seed=seed)
+        with _explained("reset", "(observation, info)"):
+            raw, infos = self.vector_env.reset(seed=seed)
         self._resetting = None
         nothing = torch.zeros(self.num_envs, dtype=torch.bool)
         return Timestep(self._observe(raw), torch.zeros(self.num_envs), nothing, nothing.clone(), self._masks.read(raw, infos))
 
     def step(self, actions: Actions) -> Timestep:
-        raw, rewards, terminations, truncations, infos = self.vector_env.step(self._build_action(actions))
+        chosen = self._build_action(actions)
+        with _explained("step", "(observation, reward, terminated, truncated, info)"):
+            raw, rewards, terminations, truncations, infos = self.vector_env.step(chosen)
         reward = np.array(rewards, dtype=np.float32)
         terminated = np.array(terminations, dtype=np.bool_)
         truncated = np.array(truncations, dtype=np.bool_)
@@ -163,6 +168,23 @@ class SaveableGymnasiumEnv(GymnasiumEnv):
         self.vector_env.load_state_dict(state["vector_env"])
         resetting = state["resetting"].cpu().numpy().copy()
         self._resetting = resetting if resetting.any() else None
+
+
+@contextlib.contextmanager
+def _explained(method: str, result: str) -> Iterator[None]:
+    """Say what a method of the user's environment must return, if Gymnasium fails to take its result apart."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError) as error:
+        if not any(sign in str(error) for sign in _WRONG_RESULT):
+            raise
+        raise ValueError(
+            f"the environment's {method} returned something else than {result}, with an observation of its observation_space: {error}"
+        ) from error
+
+
+# Parts of the messages of Gymnasium and NumPy about a result of another form.
+_WRONG_RESULT = ("to unpack", "has no attribute 'items'", "is the wrong shape", "could not broadcast", "setting an array element")
 
 
 def _autoreset_mode(vector_env: gymnasium.vector.VectorEnv[Any, Any, Any]) -> AutoresetMode:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from esper.text_table import did_you_mean
 from esper.vecenv.builtin import BUILTIN
 from esper.vecenv.contract import VecEnv
 
@@ -94,7 +95,7 @@ def _make_gymnasium(env: EnvSource, num_envs: int, wrappers: Sequence[Callable[[
             kwargs = {**kwargs, "vector_kwargs": {**same_step, **(kwargs.get("vector_kwargs") or {})}}
         return gymnasium.make_vec(source, num_envs=num_envs, **kwargs)
     except gymnasium.error.UnregisteredEnv as error:
-        raise ValueError(f"no environment named {source!r}; {_nearest(source, [*BUILTIN, *gymnasium.registry])}") from error
+        raise ValueError(_unknown(source)) from error
 
 
 def _call(function: Callable[..., Any], num_envs: int, wrappers: Sequence[Callable[[Any], Any]], kwargs: dict[str, Any]) -> Any:
@@ -142,7 +143,7 @@ def make_single(env: EnvSource, *, wrappers: Sequence[Wrapper] = (), render_mode
         try:
             made = gymnasium.make(source, render_mode=render_mode, **kwargs)
         except gymnasium.error.UnregisteredEnv as error:
-            raise ValueError(f"no environment named {source!r}; {_nearest(source, [*BUILTIN, *gymnasium.registry])}") from error
+            raise ValueError(_unknown(source)) from error
     elif callable(source):
         parameters = inspect.signature(source).parameters.values()
         if any(each.name == "render_mode" or each.kind is each.VAR_KEYWORD for each in parameters):
@@ -210,6 +211,18 @@ def named_object(name: str) -> Any:
     if found is None:
         raise ValueError(f"{name!r}: the module {module_name} has no {attribute!r}")
     return found
+
+
+def _unknown(name: str) -> str:
+    """Return the message for an environment that does not exist: the nearest function of the user's module, or the nearest known name."""
+    import gymnasium
+
+    module_name, colon, attribute = name.partition(":")
+    if colon and module_name in sys.modules:
+        functions = [own for own, value in vars(sys.modules[module_name]).items() if callable(value) and not own.startswith("_")]
+        hint = did_you_mean(attribute, functions, otherwise=f"it has {', '.join(functions) or 'no function'}")
+        return f"{module_name} has no {attribute}; {hint}"
+    return f"no environment named {name!r}; {_nearest(name, [*BUILTIN, *gymnasium.registry])}"
 
 
 def _function_of(name: str) -> Any:

@@ -275,3 +275,8 @@ def test_exported_models_run_without_esper_and_give_equal_outputs(tmp_path: Path
     answer = subprocess.run([sys.executable, "-c", WITHOUT_ESPER, *names], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.splitlines() == names
+
+
+def test_loading_into_a_class_says_to_pass_an_instance(tmp_path: Path) -> None:
+    with pytest.raises(GrowthError, match=r"is the class Linear; pass an instance: model=Linear\(\)"):
+        esper.load(tmp_path / "model.safetensors", model=nn.Linear)  # type: ignore[arg-type]

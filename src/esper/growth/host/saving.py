@@ -46,6 +46,7 @@ def load(source: Path | str | Mapping[str, Tensor], *, model: nn.Module) -> nn.M
     `source` is one of: a safetensors file of `esper.save` or `Grown.save`; a file or folder of Hugging Face's `save_pretrained`; the folder
     of a run; a state dict, as in `esper.load(torch.load("model.pt", weights_only=True), model=Net())`.
     """
+    _check_is_module(model)
     state = plain_names(source if isinstance(source, Mapping) else _read(Path(source)))
     host = unwrap(model)
     check_has_no_slots(host)
@@ -66,6 +67,13 @@ def load(source: Path | str | Mapping[str, Tensor], *, model: nn.Module) -> nn.M
     if is_compiled(model):
         torch.compiler.reset()  # compiled code would not notice the new hooks
     return model
+
+
+def _check_is_module(model: object) -> None:
+    if isinstance(model, type):
+        raise GrowthError(f"model is the class {model.__name__}; pass an instance: model={model.__name__}()")
+    if not isinstance(model, nn.Module):
+        raise GrowthError(f"model must be an nn.Module, a new instance of the host, and is a {type(model).__name__}")
 
 
 def _host_of(model: object) -> nn.Module:
