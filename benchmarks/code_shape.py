@@ -23,6 +23,7 @@ import sys
 import tempfile
 import tokenize
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 
@@ -92,6 +93,21 @@ def lines_in(text: str) -> int:
     return sum(1 for line in text.splitlines() if line.strip())
 
 
+def files_crossed(tree: Path) -> dict[str, Any]:
+    """Train a small model with the sources of a tree, and return how many files a step and the end of an epoch pass, and which."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = subprocess.run(
+            [sys.executable, "-c", CROSSED],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(tree / "src")},
+        )
+    crossed: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return crossed
+
+
 def measure(tree: Path) -> dict[str, float | list[str]]:
     files = sorted((tree / "src" / "esper").rglob("*.py"))
     sizes, functions, comments, headers, total = [], [], 0.0, 0, 0
@@ -109,16 +125,7 @@ def measure(tree: Path) -> dict[str, float | list[str]]:
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             if token.type == tokenize.COMMENT:
                 comments += 1.0 if token.line.strip().startswith("#") else 0.5
-    with tempfile.TemporaryDirectory() as folder:
-        run = subprocess.run(
-            [sys.executable, "-c", CROSSED],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(tree / "src")},
-        )
-    crossed = json.loads(run.stdout.splitlines()[-1])
+    crossed = files_crossed(tree)
     return {
         "files": len(files),
         "lines": total,

@@ -415,7 +415,7 @@ class Grower:
 
     def _has_gradients(self) -> bool:
         """Return whether a seed or the probe holds gradients of backward passes that no step has used."""
-        if self._prober.has_caught:
+        if self._prober.probe is not None and self._prober.probe.has_caught:
             return True
         return any(backend.learner is not None and backend.learner.has_gradients for backend in self.lifecycles.backends.values())
 

@@ -1,0 +1,20 @@
+"""The count of files that a training passes through, and that it stays small: a reader follows a step through these files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks/ is not part of an installed package")]
+
+
+def test_a_step_passes_six_files_and_the_end_of_an_epoch_twelve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    import code_shape
+
+    crossed = code_shape.files_crossed(BENCHMARKS.parent)
+    assert crossed["step"] <= 6, crossed["step_files"]
+    assert crossed["end"] <= 12, crossed["end_files"]
