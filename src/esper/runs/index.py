@@ -1,0 +1,440 @@
+"""The events of a run as columns of numbers, for pages, tables and comparisons. Imports no torch.
+
+    index = EventIndex(folder / "events.jsonl")
+    index.refresh()                                     # reads what was appended since the last call
+    losses = index.series("epoch_ended/val_loss")       # steps, times and values as arrays
+    index.events("stage_entered")                       # all fields of the events of one kind, as dicts
+
+Numbers are named as in TensorBoard: kind/field, kind/field/key for dictionaries, and kind/field/name/key for lists of records, where the
+name is the first text of a record. Events of other ranks and of single hosts have the prefixes `rank1/` and `env3/`.
+
+An index of a large file is kept in the user's cache folder. It is used if the file begins with the bytes that were indexed, and only the
+rest is read. A run that is resumed cuts its file: then everything is read again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import itertools
+import math
+import os
+import re
+from array import array
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from esper.files import write_file
+from esper.runs.events import MAX_LINE_BYTES, EventError
+
+CHUNK = 4 * 2**20  # bytes read at a time
+ROWS = 2**16  # in a block
+BULK = 32  # lines of one kind in a row that are worth a reader
+NEWLINE = 10
+_KIND = re.compile(rb'\{"kind":"(\w+)"')
+CACHED_FROM = 4 * 2**20  # bytes of a file whose index is worth keeping
+MARK = 4096  # bytes before the end of the indexed part, by which it is recognised
+_FORMAT = 1  # of a kept index
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # as `events.encode` writes them
+_STAMP = frozenset({"kind", "time", "run", "rank", "env", "step"})
+
+
+class Series(NamedTuple):
+    """One number over the events of a run, [n] each."""
+
+    steps: np.ndarray  # step of the run; -1 where an event has none
+    times: np.ndarray  # unix seconds
+    values: np.ndarray
+
+
+class _Group:
+    """The events of one kind and place: blocks of rows with the same numbers, in order. The first two numbers are step and time."""
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[tuple[str, ...], np.ndarray]] = []  # names [k], rows [n, 2 + k]
+        self._names: tuple[str, ...] = ()
+        self._rows: list[tuple[Any, ...]] = []  # not in a block yet
+
+    def add_all(self, names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
+        if names != self._names or len(self._rows) >= ROWS:
+            self.close()
+            self._names = names
+        self._rows += rows
+
+    def close(self) -> None:
+        """Turn the rows so far into a block."""
+        if self._rows:
+            self.blocks.append((self._names, _as_array(self._rows)))
+            self._rows = []
+
+    def names(self) -> list[str]:
+        self.close()
+        return list(dict.fromkeys(name for names, _ in self.blocks for name in names))
+
+    def series(self, name: str) -> Series:
+        self.close()
+        parts = [rows[:, (0, 1, 2 + names.index(name))] for names, rows in self.blocks if name in names]
+        table = np.concatenate(parts) if parts else np.empty((0, 3))
+        table = table[~np.isnan(table[:, 2])]
+        return Series(np.nan_to_num(table[:, 0], nan=-1).astype(np.int64), table[:, 1], table[:, 2])
+
+
+class EventIndex:
+    """The events of one log, read as far as it has been written. Nothing in the run's folder is changed.
+
+    `skipped` counts lines that could not be read. `cache` is the folder for kept indices; None keeps none.
+    """
+
+    def __init__(self, path: Path | str, *, cache: Path | None = None) -> None:
+        self.path = Path(path)
+        self._cache = None if cache is None else cache / f"{hashlib.blake2b(os.fsencode(self.path.resolve()), digest_size=16).hexdigest()}"
+        self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+        self._forget()
+        self._was_loaded = False
+
+    def _forget(self) -> None:
+        self.offset = 0  # bytes indexed so far, all of them whole lines
+        self.skipped = 0
+        self.last_time: float | None = None  # of the newest event
+        self._mark = b""
+        self._groups: dict[str, _Group] = {}
+        self._lines: dict[str, array[int]] = {}  # kind -> offset of each line
+        self._readers: dict[bytes, _Reader | None] = {}  # by kind; None if its events cannot be read together
+        self._shapes: dict[str, tuple[str, ...]] = {}  # kind -> fields of the event that its reader was made for
+
+    def refresh(self, on_progress: Callable[[float], None] = lambda share: None) -> int:
+        """Read the lines that were appended since the last call. Return their number; -1 if everything was read anew.
+
+        `on_progress` is called with the share of the file that has been read. Raise EventError if the file cannot be read.
+        """
+        try:
+            with open(self.path, "rb") as file:
+                return self._read(file, os.fstat(file.fileno()).st_size, on_progress)
+        except OSError as error:
+            raise EventError(f"{self.path} cannot be read: {error.strerror or error}") from error
+
+    def _read(self, file: Any, size: int, on_progress: Callable[[float], None]) -> int:
+        if not self._was_loaded:
+            self._was_loaded = True
+            self._load_cache(file, size)
+        is_anew = self.offset > 0 and not self._is_prefix(file, size)
+        if is_anew:
+            self._forget()
+        count, start = 0, self.offset
+        with _no_garbage_collection():
+            file.seek(self.offset)
+            rest = b""
+            while chunk := file.read(CHUNK):
+                whole, newline, rest = (rest + chunk).rpartition(b"\n")
+                if newline:
+                    count += self._take(whole + newline)
+                    on_progress(self.offset / max(size, 1))
+                elif len(rest) > MAX_LINE_BYTES:
+                    break
+        if count:
+            file.seek(max(self.offset - MARK, 0))
+            self._mark = file.read(min(MARK, self.offset))
+        if start == 0 and self.offset >= CACHED_FROM:
+            self.keep()
+        return -1 if is_anew else count
+
+    def _is_prefix(self, file: Any, size: int) -> bool:
+        """Return whether the file still begins with the indexed lines, judged by the bytes before their end."""
+        if size < self.offset:
+            return False
+        file.seek(self.offset - len(self._mark))
+        return bool(file.read(len(self._mark)) == self._mark)
+
+    def _take(self, lines: bytes) -> int:
+        """Index whole lines. Return how many events they hold."""
+        ends = (np.flatnonzero(np.frombuffer(lines, np.uint8) == NEWLINE) + 1).tolist()
+        starts = [0, *ends[:-1]]
+        kinds = [match[1] if (match := _KIND.match(lines, start)) else b"" for start in starts]
+        before, first = self.skipped, 0
+        for last in range(1, len(kinds) + 1):
+            # Take events of one kind in a row together.
+            if last == len(kinds) or kinds[last] != kinds[first]:
+                self._take_alike(kinds[first], lines, starts[first:last], ends[first:last])
+                first = last
+        self.offset += len(lines)
+        return len(kinds) - (self.skipped - before)
+
+    def _take_alike(self, kind: bytes, lines: bytes, starts: list[int], ends: list[int]) -> None:
+        """Index consecutive lines of one kind: all at once if they have the same fields, else in smaller and smaller parts."""
+        if len(starts) >= BULK and kind not in self._readers:
+            self._take_line(lines[starts[0] : ends[0]], self.offset + starts[0])
+            starts, ends = starts[1:], ends[1:]
+        reader = self._readers.get(kind)
+        if len(starts) < BULK or reader is None:
+            for start, end in zip(starts, ends, strict=True):
+                self._take_line(lines[start:end], self.offset + start)
+            return
+        try:
+            rows = reader.read(lines[starts[0] : ends[-1]])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            middle = len(starts) // 2
+            self._take_alike(kind, lines, starts[:middle], ends[:middle])
+            self._take_alike(kind, lines, starts[middle:], ends[middle:])
+            return
+        self._lines[reader.kind].extend(self.offset + start for start in starts)
+        self._group(reader.kind).add_all(reader.names, rows)
+        self.last_time = float(rows[-1][1])
+
+    def _take_line(self, line: bytes, offset: int) -> None:
+        """Index one line, and note how to read others with the same fields."""
+        try:
+            event = self._decoder.decode(line)
+            kind, self.last_time = str(event["kind"]), float(event["time"])
+            rank, env, step = event.get("rank"), event.get("env"), event.get("step")
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, ValueError, AttributeError):
+            self.skipped += 1
+            return
+        self._lines.setdefault(kind, array("q")).append(offset)
+        place = (f"rank{rank}/" if rank else "") + ("" if env is None else f"env{env}/") + kind
+        numbers = dict(_numbers(event))
+        self._group(place).add_all(tuple(numbers), [(step, self.last_time, *numbers.values())])
+        shape = (kind, *event, *(key for value in event.values() if isinstance(value, dict) for key in value))
+        if place == kind and self._shapes.get(kind) != shape:
+            self._shapes[kind] = shape
+            self._readers[kind.encode()] = _reader_of(kind, event)
+
+    def _group(self, place: str) -> _Group:
+        group = self._groups.get(place)
+        if group is None:
+            group = self._groups[place] = _Group()
+        return group
+
+    # Looking up
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Number of events of each kind."""
+        return {kind: len(offsets) for kind, offsets in self._lines.items()}
+
+    def names(self) -> list[str]:
+        """Return the names of all series, in the order in which they first occurred."""
+        return [f"{place}/{name}" for place, group in self._groups.items() for name in group.names()]
+
+    def series(self, name: str) -> Series:
+        """Return one series without the events that lack it; empty if there is none of this name."""
+        for place, group in self._groups.items():
+            if name.startswith(f"{place}/") and name[len(place) + 1 :] in group.names():
+                return group.series(name[len(place) + 1 :])
+        return Series(np.empty(0, np.int64), np.empty(0), np.empty(0))
+
+    def events(self, kind: str, *, start: int = 0) -> list[dict[str, Any]]:
+        """Return the events of one kind from number `start` on, with all of their fields. Reads their lines from the file."""
+        offsets = self._lines.get(kind)
+        if offsets is None or start >= len(offsets):
+            return []
+        found = []
+        with open(self.path, "rb") as file:
+            for offset in offsets[start:]:
+                file.seek(offset)
+                found.append(self._decoder.decode(file.readline(MAX_LINE_BYTES)))
+        return found
+
+    # The kept index
+
+    def keep(self) -> None:
+        """Write the index into the cache folder, over an older one. A folder that cannot be written is no error."""
+        if self._cache is None:
+            return
+        arrays: list[np.ndarray] = [np.asarray(offsets) for offsets in self._lines.values()]
+        blocks = []
+        for place, group in self._groups.items():
+            group.close()
+            for names, rows in group.blocks:
+                blocks.append([place, names, len(rows)])
+                arrays.append(rows)
+        header: dict[str, Any] = {"format": _FORMAT, "offset": self.offset, "skipped": self.skipped, "last_time": self.last_time}
+        header |= {"mark": hashlib.blake2b(self._mark).hexdigest(), "blocks": blocks}
+        header |= {"lines": [[kind, len(offsets)] for kind, offsets in self._lines.items()]}
+        try:
+            self._cache.parent.mkdir(parents=True, exist_ok=True)
+            write_file(self._cache, msgspec.json.encode(header) + b"\n" + b"".join(part.tobytes() for part in arrays))
+        except OSError:
+            return
+
+    def _load_cache(self, file: Any, size: int) -> None:
+        """Take over a kept index if it fits the file; otherwise start from nothing."""
+        if self._cache is None or size < CACHED_FROM:
+            return
+        try:
+            head, _, body = self._cache.read_bytes().partition(b"\n")
+            header = msgspec.json.decode(head)
+            offset = int(header["offset"])
+            file.seek(max(offset - MARK, 0))
+            mark = file.read(min(MARK, offset))
+            if header["format"] != _FORMAT or size < offset or hashlib.blake2b(mark).hexdigest() != header["mark"]:
+                return
+            self._restore(header, body)
+            self.offset, self._mark = offset, mark
+        except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError):
+            self._forget()
+
+    def _restore(self, header: dict[str, Any], body: bytes) -> None:
+        position = 0
+
+        def take(count: int, dtype: type) -> np.ndarray:
+            nonlocal position
+            part: np.ndarray = np.frombuffer(body, dtype, count, position)  # raises ValueError if the file was cut
+            position += 8 * count
+            return part
+
+        for kind, count in header["lines"]:
+            self._lines[kind] = array("q", take(count, np.int64).tobytes())
+        for place, names, count in header["blocks"]:
+            rows = take(count * (2 + len(names)), np.float64).reshape(count, 2 + len(names))
+            self._groups.setdefault(place, _Group()).blocks.append((tuple(names), rows))
+        self.skipped, self.last_time = header["skipped"], header["last_time"]
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Switch garbage collection off: reading makes millions of small objects that live on, and looking through them doubles the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class _Reader(NamedTuple):
+    """Reads many events of one kind with the same fields at once, three times as fast as one by one."""
+
+    kind: str
+    names: tuple[str, ...]  # of the numbers
+    decoder: msgspec.json.Decoder[Any]
+    getter: Callable[[Any], tuple[Any, ...]]
+
+    def read(self, lines: bytes) -> list[tuple[Any, ...]]:
+        """Return step, time and numbers of every line. Raise a MsgspecError if a line has other fields."""
+        return [self.getter(event) for event in self.decoder.decode_lines(lines)]
+
+
+def _reader_of(kind: str, event: dict[str, Any]) -> _Reader | None:
+    """Return a reader for events with the fields of this one; None if it has numbers inside lists or deeper."""
+    fields: list[tuple[str, Any]] = []
+    names, paths = [], ["step", "time"]
+    for number, (name, value) in enumerate(event.items()):
+        own = f"f{number}"  # a name of the user may not be one of Python
+        if name in ("step", "time", "rank", "env"):
+            fields.append((name, {"step": int | None, "time": float, "rank": Literal[0], "env": None}[name]))
+        elif isinstance(value, dict):
+            if not all(_type_of(item) for item in value.values()):
+                return None
+            inner = {f"f{place}": key for place, key in enumerate(value)}
+            struct = msgspec.defstruct(
+                "Inner", [(short, _type_of(value[key])) for short, key in inner.items()], rename=inner, forbid_unknown_fields=True, gc=False
+            )
+            fields.append((own, struct))
+            names += [f"{name}/{key}" for key in value]
+            paths += [f"{own}.{short}" for short in inner]
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            return None
+        elif name not in _STAMP and (number_type := _type_of(value)):
+            fields.append((own, number_type))
+            names.append(name)
+            paths.append(own)
+        else:
+            fields.append((own, msgspec.Raw))
+    renamed = {f"f{number}": name for number, name in enumerate(event)}
+    try:
+        struct = msgspec.defstruct("Line", fields, rename=renamed, forbid_unknown_fields=True, gc=False)
+    except (TypeError, ValueError):
+        return None
+    return _Reader(kind, tuple(names), msgspec.json.Decoder(struct), attrgetter(*paths))
+
+
+def _type_of(value: Any) -> Any:
+    """Return the type of a number in an event; None for anything else."""
+    if isinstance(value, bool):
+        return bool
+    is_number = value is None or isinstance(value, int | float) or (isinstance(value, str) and value in _NOT_FINITE)
+    return float | None if is_number else None
+
+
+def _numbers(event: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield all numbers of an event with their names."""
+    for name, value in event.items():
+        if name not in _STAMP:
+            yield from _inside(name, value)
+
+
+def _inside(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, int | float):
+        yield name, float(value)
+    elif isinstance(value, str):
+        if value in _NOT_FINITE:
+            yield name, _NOT_FINITE[value]
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _inside(f"{name}/{key}", item)
+    elif isinstance(value, list):
+        # Records in a list are told apart by their first text: slots/conv1/alpha.
+        for record in value:
+            own = next((text for text in record.values() if isinstance(text, str)), None) if isinstance(record, dict) else None
+            if own is not None:
+                yield from _inside(f"{name}/{own}", {key: item for key, item in record.items() if not isinstance(item, str)})
+
+
+def _as_array(rows: list[tuple[Any, ...]]) -> np.ndarray:
+    """Return rows as numbers [n, k]; None and anything that is not a number become NaN."""
+    try:
+        return np.array(rows, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        return np.array([[_number(value) for value in row] for row in rows], dtype=np.float64)
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def thinned(series: Series, most: int = 2000) -> Series:
+    """Return at most `most` points of a series: the smallest and the largest value of equal parts, so that no spike is lost.
+
+    >>> long = Series(np.arange(10_000), np.arange(10_000.0), np.sin(np.arange(10_000)))
+    >>> len(thinned(long, 100).values) <= 100, float(thinned(long, 100).values.max()) == float(long.values.max())
+    (True, True)
+    """
+    count = len(series.values)
+    if count <= most:
+        return series
+    edges = np.linspace(0, count, most // 2 + 1).astype(int)
+    chosen: list[int] = []
+    for start, end in itertools.pairwise(edges):
+        part = series.values[start:end]
+        chosen += sorted({start + int(np.argmin(part)), start + int(np.argmax(part))})
+    return Series(*(column[chosen] for column in series))
+
+
+def cache_folder() -> Path:
+    """Return the folder for kept indices: $XDG_CACHE_HOME/esper, or ~/.cache/esper."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "esper"
+
+
+def lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a log as dicts, one after another, without an index. Lines that cannot be read are left out."""
+    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+    with open(path, "rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                try:
+                    yield decoder.decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    continue
