@@ -117,6 +117,14 @@ class RunStarted(Event, tag="run_started"):
     parameters: int
 
 
+class RunEnded(Event, tag="run_ended"):
+    """The process has ended the training, or stopped it for now. A run that was killed has no such event."""
+
+    step: int
+    status: str  # "finished" or "stopped"
+    seconds: float  # of the training, over all sessions
+
+
 class CheckpointEvaluated(Event, tag="checkpoint_evaluated"):
     """The policy of a checkpoint played the episodes that choose the best checkpoint."""
 

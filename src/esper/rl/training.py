@@ -37,7 +37,7 @@ from esper.rl.events import OF_ALL_RANKS, Update
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO, Callback, TrainingStopped
 from esper.rl.run_config import ShownConfig, TrainConfig
-from esper.rl.run_setup import CheckpointEvaluated, EpisodeEvaluator, Evaluated, Relay, RunStarted, count_parameters, prepare
+from esper.rl.run_setup import CheckpointEvaluated, EpisodeEvaluator, Evaluated, Relay, RunEnded, RunStarted, count_parameters, prepare
 from esper.runs import (
     Checkpoint,
     CheckpointRefused,
@@ -429,7 +429,7 @@ class _Session:
             raise
         if is_last and not stops:
             return self._finish(update.step, _summary(update))
-        return RunResult(self.folder, "stopped", update.step, self._seconds(), **_summary(update))
+        return self._end("stopped", update.step, _summary(update))
 
     def _start(self) -> int:
         """Emit the start of the session. Return the number of steps after which training ends."""
@@ -522,7 +522,15 @@ class _Session:
     def _finish(self, step: int, summary: dict[str, Any]) -> RunResult:
         evaluation, has_stopped = self.options.group.first(self._evaluate_best)
         status: Literal["finished", "stopped"] = "stopped" if has_stopped else "finished"
-        return RunResult(self.folder, status, step, self._seconds(), **summary, evaluation=evaluation)
+        return self._end(status, step, summary, evaluation)
+
+    def _end(
+        self, status: Literal["finished", "stopped"], step: int, summary: dict[str, Any], evaluation: PolicyEvaluation | None = None
+    ) -> RunResult:
+        """Emit the end of the session and return its result."""
+        seconds = self._seconds()
+        self.emit(RunEnded(step=step, status=status, seconds=seconds))
+        return RunResult(self.folder, status, step, seconds, **summary, evaluation=evaluation)
 
     def _evaluate_best(self) -> tuple[PolicyEvaluation | None, bool]:
         """Evaluate the best policy on episodes that did not choose it; return the result and whether this was stopped."""

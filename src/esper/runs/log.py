@@ -40,6 +40,7 @@ from esper.runs.events import (
 from esper.runs.sinks import Queued, Restartable, Sink
 
 FLUSH_EVERY_S = 1.0
+HEARTBEAT_EVERY_S = 5.0  # the file is touched even if nothing happens, so that others see that the run is alive
 MAX_ERROR_CHARACTERS = 2000
 
 
@@ -207,10 +208,13 @@ class EventLog:
         os.close(self._file)
 
     def _flush_regularly(self) -> None:
-        has_warned = False
+        has_warned, touched = False, time.monotonic()
         while not self._stop.wait(FLUSH_EVERY_S):
             try:
                 self.flush(sync=False)
+                if time.monotonic() - touched >= HEARTBEAT_EVERY_S:
+                    touched = time.monotonic()
+                    os.utime(self._file)
             except OSError as error:
                 # Nothing is lost: the lines stay in memory, and the flush before the next checkpoint raises the error in the main thread.
                 if not has_warned:

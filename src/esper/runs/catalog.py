@@ -1,0 +1,248 @@
+"""Runs in a folder: what they are, how far they are, and whether they live. Imports no torch, and changes no run but its labels.
+
+    for run in find_runs("runs"):
+        print(run.name, run.summary().state)
+
+A run is alive as long as its process writes: the log of events is touched every few seconds, even if nothing happens. A run whose log has
+not been touched for `DEAD_AFTER_S`, and which did not say that it ended, is dead: its process was killed, or hangs.
+
+Tags and a note of the user are in `labels.json` in the run's folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from esper.files import MAX_CONFIG_BYTES, parse_toml, read_file, write_file
+from esper.runs.events import EventError
+from esper.runs.folder import CONFIG, EVENTS, GROW, Kind, RunError, kind_of, locked
+from esper.runs.index import EventIndex, Series, cache_folder, thinned
+
+LABELS = "labels.json"
+DEAD_AFTER_S = 30.0
+SPARK = 40  # points of the small curve in a table
+TWIN = "twin"  # the folder of a growth run's twin, inside its own
+
+State = Literal["running", "finished", "stopped", "dead", "empty"]
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """The number that a kind of run is judged by."""
+
+    name: str  # for people
+    series: str
+    is_better_low: bool = False
+
+
+# The figure of each kind, the best of them first; the first that a run has is shown.
+FIGURES: dict[Kind, tuple[Figure, ...]] = {
+    "growth": (Figure("validation loss", "epoch_ended/val_loss", is_better_low=True),),
+    "ppo": (Figure("return", "checkpoint_evaluated/mean_return"), Figure("return", "update/mean_return")),
+    "arena": (Figure("win rate", "checkpoint_evaluated/mean_return"), Figure("return", "update/mean_return")),
+    "controller": (Figure("utility", "round_ended/utility"), Figure("return", "update/mean_return")),
+}
+
+
+class Labels(msgspec.Struct, forbid_unknown_fields=True):
+    """What the user says about a run."""
+
+    tags: list[str] = []
+    note: str = ""
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """A run on one line of a table."""
+
+    name: str
+    folder: str
+    kind: Kind
+    state: State
+    progress: float | None  # share of the training that is done; None if unknown
+    step: int
+    started: float | None  # unix seconds
+    touched: float  # unix seconds; when its process last gave a sign of life
+    figure: str  # name of the number that it is judged by
+    last: float | None
+    best: float | None
+    spark: list[float]
+    tags: list[str]
+    note: str
+
+
+class Run:
+    """One run folder, read as far as its process has written."""
+
+    def __init__(self, folder: Path, kind: Kind, *, cache: Path | None = None) -> None:
+        self.folder, self.kind = folder, kind
+        self.index = EventIndex(folder / EVENTS, cache=cache)
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def refresh(self) -> int:
+        """Read new events; see `EventIndex.refresh`. A run that has not written any has none."""
+        try:
+            return self.index.refresh()
+        except EventError:
+            return 0
+
+    def config(self) -> dict[str, Any]:
+        """Return the settings, by section."""
+        path = self.folder / (GROW if (self.folder / GROW).is_file() else CONFIG)
+        found: dict[str, Any] = parse_toml(read_file(path, max_bytes=MAX_CONFIG_BYTES))
+        return found
+
+    def labels(self) -> Labels:
+        """Return tags and note; empty ones if there are none, or if the file is damaged."""
+        try:
+            return msgspec.json.decode(read_file(self.folder / LABELS, max_bytes=MAX_CONFIG_BYTES), type=Labels)
+        except (OSError, ValueError, msgspec.MsgspecError):
+            return Labels()
+
+    def figure(self) -> tuple[Figure, Series]:
+        """Return the number that the run is judged by, and its series."""
+        choices = [(figure, self.index.series(figure.series)) for figure in FIGURES[self.kind]]
+        return next((choice for choice in choices if len(choice[1].values)), choices[0])
+
+    def step(self) -> int:
+        """Return how far the training is: finished epochs of a growth run, steps of the environment of others."""
+        if self.kind == "growth":
+            return len(self.index.series("epoch_ended/val_loss").values)
+        steps = self.index.series("update/gradient_steps").steps
+        return int(steps[-1]) if len(steps) else 0
+
+    def progress(self) -> float | None:
+        """Return the share of the training that is done; None if its length is unknown."""
+        kind, length = ("growth_started", "epochs") if self.kind == "growth" else ("run_started", "total_steps")
+        began = self.index.events(kind)
+        whole = began[-1][length] if began else None
+        return min(self.step() / whole, 1.0) if whole else None
+
+    def state(self, now: float | None = None) -> State:
+        """Return whether the run lives, has ended, or was killed."""
+        if not len(self.index):
+            return "empty"
+        starts, ends = ("growth_started", "growth_finished") if self.kind == "growth" else ("run_started", "run_ended")
+        started, ended = self.index.events(starts)[-1:], self.index.events(ends)[-1:]
+        # An end counts unless the run was resumed after it.
+        if ended and (not started or ended[0]["time"] >= started[0]["time"]):
+            return "stopped" if ended[0].get("why", ended[0].get("status")) == "stopped" else "finished"
+        return "running" if (time.time() if now is None else now) - self.touched() < DEAD_AFTER_S else "dead"
+
+    def touched(self) -> float:
+        try:
+            return os.stat(self.folder / EVENTS).st_mtime
+        except OSError:
+            return 0.0
+
+    def summary(self, now: float | None = None) -> Summary:
+        """Return the run as one line of a table."""
+        figure, series = self.figure()
+        labels, header = self.labels(), self.index.events("header")[:1]
+        values = series.values
+        best = float(values.min() if figure.is_better_low else values.max()) if len(values) else None
+        return Summary(
+            name=self.name,
+            folder=str(self.folder),
+            kind=self.kind,
+            state=self.state(now),
+            progress=self.progress(),
+            step=self.step(),
+            started=float(header[0]["time"]) if header else None,
+            touched=self.touched(),
+            figure=figure.name,
+            last=float(values[-1]) if len(values) else None,
+            best=best,
+            spark=[float(value) for value in thinned(series, SPARK).values],
+            tags=labels.tags,
+            note=labels.note,
+        )
+
+
+def find_runs(root: Path | str, *, cache: Path | None = None) -> list[Run]:
+    """Return the run in a folder, or the runs in it and in the folders inside, at most three levels down. Twins belong to their runs."""
+    root = Path(root)
+    return [Run(folder, kind, cache=cache) for folder in _folders(root, levels=3) if (kind := kind_of(folder)) is not None]
+
+
+def _folders(folder: Path, *, levels: int) -> Iterator[Path]:
+    """Yield the folders of runs, without those inside runs. Links are not followed."""
+    if (folder / CONFIG).is_file():
+        yield folder
+        return
+    if levels:
+        try:
+            inside = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+        except OSError:
+            return
+        for path in inside:
+            yield from _folders(Path(path), levels=levels - 1)
+
+
+def open_run(folder: Path | str, *, cache: Path | None = None) -> Run:
+    """Return the run in a folder, with its events read. Raise RunError if there is none."""
+    folder = Path(folder)
+    kind = kind_of(folder)
+    if kind is None:
+        raise RunError(f"there is no run in {folder}; list the runs with: esper runs ls {folder}")
+    run = Run(folder, kind, cache=cache_folder() if cache is None else cache)
+    run.refresh()
+    return run
+
+
+def label(folder: Path, *, add: Iterable[str] = (), remove: Iterable[str] = (), note: str | None = None) -> Labels:
+    """Change the tags and the note of a run, and return them."""
+    run = open_run(folder)
+    before, dropped = run.labels(), set(remove)
+    tags = [tag for tag in dict.fromkeys([*before.tags, *add]) if tag not in dropped]
+    if wrong := next((tag for tag in tags if not tag.strip() or "," in tag or any(mark in tag for mark in "\n\r\t")), None):
+        raise RunError(f"{wrong!r} cannot be a tag; use a word without commas")
+    after = Labels(tags, before.note if note is None else note)
+    write_file(folder / LABELS, msgspec.json.format(msgspec.json.encode(after)) + b"\n")
+    return after
+
+
+def remove_run(folder: Path) -> None:
+    """Delete a run folder with everything in it. Raise RunError if it holds no run, or if a process trains in it."""
+    open_run(folder)
+    with locked(folder):
+        shutil.rmtree(folder)
+
+
+def settings_of(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return settings by their full names.
+
+    >>> settings_of({"env": "cue", "ppo": {"gamma": 0.9}})
+    {'env': 'cue', 'ppo.gamma': 0.9}
+    """
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        found |= settings_of(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
+
+
+def differing_settings(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the settings that are not the same in all configs: setting -> run -> value, None where a run lacks it.
+
+    >>> differing_settings({"a": {"seed": 1, "steps": 9}, "b": {"seed": 2, "steps": 9}})
+    {'seed': {'a': 1, 'b': 2}}
+    """
+    flat = {name: settings_of(config) for name, config in runs.items()}
+    names = dict.fromkeys(name for settings in flat.values() for name in settings)
+    rows = {name: {run: settings.get(name) for run, settings in flat.items()} for name in names}
+    return {name: row for name, row in rows.items() if any(value != next(iter(row.values())) for value in row.values())}
+
+
+def at_steps(series: Series, steps: np.ndarray) -> np.ndarray:
+    """Return the latest value of a series at each of these steps; NaN before its first."""
+    places = np.searchsorted(series.steps, steps, side="right") - 1
+    return np.where(places >= 0, series.values[np.maximum(places, 0)], np.nan)

@@ -1,0 +1,114 @@
+"""Runs in a folder: what they are, how far they are, and whether they live."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import esper
+from esper.rl import PPOConfig, TrainConfig, train_run
+from esper.runs import RunError
+from esper.runs.catalog import DEAD_AFTER_S, LABELS, differing_settings, find_runs, label, open_run, remove_run
+from esper.runs.folder import EVENTS, locked
+
+pytestmark = pytest.mark.slow  # trains two runs
+
+PPO = TrainConfig(env="cue", num_envs=4, total_steps=128, eval_episodes=0, ppo=PPOConfig(num_steps=16))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs in one folder: a growth run and a PPO run."""
+    root = tmp_path_factory.mktemp("runs")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    batches = [(torch.randn(16, 4), torch.randint(0, 3, (16,))) for _ in range(4)]
+    esper.grow(model, batches, batches[:2], loss_fn=cross_entropy, epochs=3, controller="never", run=root / "grown", progress=False)
+    train_run(PPO, root / "group" / "cue")
+    return root
+
+
+def copied(runs: Path, name: str, to: Path) -> Path:
+    return Path(shutil.copytree(runs / name, to / Path(name).name))
+
+
+def test_runs_are_found_with_kind_figure_and_progress(runs: Path) -> None:
+    found = {run.name: run for run in find_runs(runs)}
+    assert set(found) == {"grown", "cue"}
+    for run in found.values():
+        run.refresh()
+    grown, cue = found["grown"].summary(), found["cue"].summary()
+    assert (grown.kind, grown.state, grown.progress, grown.figure) == ("growth", "finished", 1.0, "validation loss")
+    losses = [json.loads(line)["val_loss"] for line in (runs / "grown" / EVENTS).read_text().splitlines() if '"epoch_ended"' in line]
+    assert (grown.last, grown.best, grown.spark) == (losses[-1], min(losses), losses)
+    assert (cue.kind, cue.state, cue.progress, cue.step) == ("ppo", "finished", 1.0, 128)
+
+
+def test_a_run_without_an_end_is_running_while_its_log_is_touched_and_dead_afterwards(runs: Path, tmp_path: Path) -> None:
+    folder = copied(runs, "group/cue", tmp_path)
+    lines = (folder / EVENTS).read_text().splitlines()
+    (folder / EVENTS).write_text("\n".join(line for line in lines if '"run_ended"' not in line) + "\n")
+    run = open_run(folder, cache=tmp_path / "cache")
+    now = time.time()
+    os.utime(folder / EVENTS, (now, now))
+    assert run.state(now + DEAD_AFTER_S / 2) == "running"
+    assert run.state(now + 2 * DEAD_AFTER_S) == "dead"
+
+
+def test_a_log_is_touched_while_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from esper.runs import log as log_module
+
+    monkeypatch.setattr(log_module, "FLUSH_EVERY_S", 0.02)
+    monkeypatch.setattr(log_module, "HEARTBEAT_EVERY_S", 0.02)
+    with log_module.EventLog(tmp_path / EVENTS, run="r"):
+        os.utime(tmp_path / EVENTS, (1.0, 1.0))
+        end = time.monotonic() + 20
+        while os.stat(tmp_path / EVENTS).st_mtime < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert os.stat(tmp_path / EVENTS).st_mtime > 2
+
+
+def test_a_stopped_run_is_stopped_and_runs_again_after_a_resume(runs: Path, tmp_path: Path) -> None:
+    train_run(PPO, tmp_path / "cue", should_stop=lambda: True)
+    assert open_run(tmp_path / "cue", cache=tmp_path / "cache").state() == "stopped"
+    train_run(None, tmp_path / "cue", resume=True)
+    run = open_run(tmp_path / "cue", cache=tmp_path / "cache")
+    assert run.state() == "finished"
+    assert run.index.kinds["run_ended"] == 1
+
+
+def test_labels_are_added_removed_and_kept_apart_from_the_run(runs: Path, tmp_path: Path) -> None:
+    folder = copied(runs, "grown", tmp_path)
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    assert label(folder, add=["good", "baseline"], note="first try").tags == ["good", "baseline"]
+    assert label(folder, add=["good"], remove=["baseline"]).tags == ["good"]
+    summary = open_run(folder, cache=tmp_path / "cache").summary()
+    assert (summary.tags, summary.note) == (["good"], "first try")
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != LABELS} == before
+    with pytest.raises(RunError, match="cannot be a tag"):
+        label(folder, add=["a,b"])
+    (folder / LABELS).write_text("{broken")
+    assert open_run(folder, cache=tmp_path / "cache").labels().tags == []
+
+
+def test_only_a_run_that_nobody_trains_is_removed(runs: Path, tmp_path: Path) -> None:
+    folder = copied(runs, "grown", tmp_path)
+    with locked(folder), pytest.raises(RunError, match="another process is training"):
+        remove_run(folder)
+    remove_run(folder)
+    assert not folder.exists()
+    with pytest.raises(RunError, match="there is no run in"):
+        remove_run(tmp_path)
+
+
+def test_settings_that_differ_are_listed_with_missing_ones(runs: Path) -> None:
+    one, other = ({"env": "cue", "ppo": {"gamma": gamma}, **extra} for gamma, extra in ((0.9, {}), (0.8, {"seed": 1})))
+    assert differing_settings({"a": one, "b": other}) == {"ppo.gamma": {"a": 0.9, "b": 0.8}, "seed": {"a": None, "b": 1}}
