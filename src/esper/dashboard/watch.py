@@ -1,4 +1,7 @@
-"""`esper arena watch`: serve a web page on this machine that plays replays."""
+"""Serve web pages on this machine: `esper watch` shows runs, `esper arena watch` plays replays.
+
+The dashboard of runs imports no torch, so that it starts at once; playing replays does.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,26 @@ import threading
 import webbrowser
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from esper.replay_file import ReplayError, find_replays, read_replay
-from esper.runs.folder import check_holds_a_run, kind_of
+from esper.runs.folder import RunError, check_holds_a_run, kind_of
 
 HOST = "127.0.0.1"  # other machines cannot reach it
+
+
+def serve_runs(root: Path | str, *, port: int = 0, show: bool = True, announce: Callable[[str], None] = print) -> None:
+    """Serve the dashboard of the runs in a folder until Ctrl-C. Call `announce` with the address once it can be reached.
+
+    Port 0 takes any free port. `show` opens the page in the browser.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        raise RunError(f"{root} is no folder; give a run or a folder with runs")
+    _check_nicegui("the dashboard")
+    from esper.dashboard.app import build_app
+    from esper.dashboard.data import Watcher
+
+    _serve(build_app(Watcher(root)), port=port, show=show, announce=announce)
 
 
 def serve(path: Path | str, *, port: int = 0, show: bool = True, announce: Callable[[str], None] = print) -> None:
@@ -23,15 +41,22 @@ def serve(path: Path | str, *, port: int = 0, show: bool = True, announce: Calla
     """
     path = Path(path)
     _check_any_can_be_played(list_replays(path))  # raise here rather than show the reason in the browser
-    if importlib.util.find_spec("nicegui") is None:
-        raise ImportError("the page that plays replays needs NiceGUI; install it with: pip install 'esper-grow[dashboard]'")
-    import uvicorn
-
+    _check_nicegui("the page that plays replays")
     from esper.dashboard.page import build_app
+
+    _serve(build_app(lambda: list_replays(path)), port=port, show=show, announce=announce)
+
+
+def _check_nicegui(what: str) -> None:
+    if importlib.util.find_spec("nicegui") is None:
+        raise ImportError(f"{what} needs NiceGUI; install it with: pip install 'esper-grow[dashboard]'")
+
+
+def _serve(app: Any, *, port: int, show: bool, announce: Callable[[str], None]) -> None:
+    import uvicorn
 
     listening = _listen(port)
     address = f"http://{HOST}:{listening.getsockname()[1]}/"
-    app = build_app(lambda: list_replays(path))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     announce(address)  # connections wait in the socket until the server runs
     if show:
@@ -42,6 +67,8 @@ def serve(path: Path | str, *, port: int = 0, show: bool = True, announce: Calla
 
 def _check_any_can_be_played(replays: list[Path]) -> None:
     """If no replay can be read, raise the error of the first one."""
+    from esper.replay_file import ReplayError, read_replay
+
     problems: list[ReplayError] = []
     for replay in replays:
         try:
@@ -54,6 +81,8 @@ def _check_any_can_be_played(replays: list[Path]) -> None:
 
 def list_replays(path: Path) -> list[Path]:
     """Return the file itself, or the replays of a run folder, newest first. Raise ReplayError if there are none."""
+    from esper.replay_file import ReplayError, find_replays
+
     if not path.is_dir():
         return [path]
     found = find_replays(path)

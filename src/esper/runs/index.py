@@ -95,6 +95,7 @@ class EventIndex:
         self.path = Path(path)
         self._cache = None if cache is None else cache / f"{hashlib.blake2b(os.fsencode(self.path.resolve()), digest_size=16).hexdigest()}"
         self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+        self.generation = 0  # how often everything was read anew, because the log was cut
         self._forget()
         self._was_loaded = False
 
@@ -126,6 +127,7 @@ class EventIndex:
         is_anew = self.offset > 0 and not self._is_prefix(file, size)
         if is_anew:
             self._forget()
+            self.generation += 1
         count, start = 0, self.offset
         with _no_garbage_collection():
             file.seek(self.offset)

@@ -1,0 +1,112 @@
+"""The dashboard as a web application: one page, which asks for data, and the routes that answer. Only playing a replay imports torch."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from nicegui import ui
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from esper.dashboard.data import Watcher, replays_of
+from esper.dashboard.origin import OwnOriginOnly
+from esper.files import printable
+
+HERE = Path(__file__).parent
+TITLE = "esper"
+MAX_REQUEST_BYTES = 2**20
+
+WITH_ECHARTS = ui.echart  # naming it is enough: NiceGUI then serves ECharts
+
+
+class Dashboard(ui.element, component="dashboard.js", esm={"esper-watch": "watch"}):
+    """The whole page. It runs in the browser and asks the routes below for data."""
+
+
+def build_app(watcher: Watcher) -> FastAPI:
+    """Return an application that shows the runs of a watcher. It answers to its own page alone, and changes no run."""
+    app = FastAPI(title=TITLE, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(OwnOriginOnly)
+    # Refuse other host names: a page of another site could reach this one by a name that resolves to 127.0.0.1.
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
+
+    @app.get("/api/overview")
+    async def overview() -> Response:
+        return _json(await asyncio.to_thread(watcher.overview))
+
+    @app.get("/api/loading")
+    def loading() -> Response:
+        return _json({"share": watcher.loading})
+
+    @app.get("/api/runs/{name}")
+    async def run(name: str) -> Response:
+        page = await asyncio.to_thread(watcher.page, name)
+        return _missing(name) if page is None else _json(page)
+
+    @app.post("/api/runs/{name}/series")
+    async def series(name: str, request: Request) -> Response:
+        body = await request.body()
+        try:
+            asked = msgspec.json.decode(body[:MAX_REQUEST_BYTES], type=SeriesRequest)
+        except msgspec.MsgspecError as error:
+            return Response(f"this is no request for series: {error}", status_code=422, media_type="text/plain")
+        answer = await asyncio.to_thread(watcher.series, name, asked.names, asked.seen, asked.generation, twin=asked.twin)
+        return _json(answer)
+
+    @app.get("/api/compare")
+    async def compare(runs: str = "") -> Response:
+        return _json(await asyncio.to_thread(watcher.compare, runs.split(",")))
+
+    @app.get("/replays/{name}/{replay}")
+    def replay(name: str, replay: str) -> Response:
+        from esper.dashboard.page import browser_data
+        from esper.replay_file import ReplayError
+
+        run = watcher.run(name)
+        path = None if run is None else next((path for path in replays_of(run) if printable(path.stem) == replay), None)
+        if path is None:
+            return _missing(replay)
+        try:
+            return Response(browser_data(path), media_type="application/octet-stream", headers={"Cache-Control": "no-store"})
+        except ReplayError as error:
+            return Response(printable(str(error)), status_code=422, media_type="text/plain")
+
+    def root() -> None:
+        watched = ui.context.client.request.query_params.get("replays")
+        run = None if watched is None else watcher.run(watched)
+        if run is None:
+            ui.add_css((HERE / "dashboard.css").read_text(encoding="utf-8"))
+            Dashboard()
+            return
+        from esper.dashboard.page import ReplayPlayer
+
+        ui.add_css((HERE / "player.css").read_text(encoding="utf-8"))
+        names = [printable(path.stem) for path in replays_of(run)]
+        if names:
+            ReplayPlayer([{"name": name, "url": f"/replays/{watched}/{name}"} for name in names])
+        else:
+            ui.label("This run has no replays. Record one with esper arena eval, and load this page again.")
+
+    settings: dict[str, Any] = {"dark": None, "tailwind": False, "show_welcome_message": False, "reconnect_timeout": 60.0}
+    ui.run_with(app, root=root, title=TITLE, favicon="⬡", **settings)
+    return app
+
+
+class SeriesRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Names of series, the number of points of each that the page has, and the generation of the log that they are of."""
+
+    names: list[str]
+    seen: dict[str, int] = {}
+    generation: int | None = None
+    twin: bool = False
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+def _missing(name: str) -> Response:
+    return Response(f"there is no {printable(name)} any more", status_code=404, media_type="text/plain")
