@@ -21,7 +21,7 @@ class OwnOriginOnly:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] in ("http", "websocket") and not _is_own_origin(scope["headers"]):
             if scope["type"] == "http":
-                answer = Response("this page answers to itself alone", status_code=403, media_type="text/plain")
+                answer = Response("this page answers only requests of its own", status_code=403, media_type="text/plain")
                 await answer(scope, receive, send)
             else:
                 await receive()  # the request to connect

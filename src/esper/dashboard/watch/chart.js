@@ -26,6 +26,11 @@ export function smooth(values, weight) {
   });
 }
 
+// ECharts keeps series in plain objects by their names. A name that every object has, such as __proto__, gets an invisible mark.
+function safeName(name) {
+  return name in {} ? `\u200b${name}` : name;
+}
+
 export class LineChart {
   constructor(element) {
     this.chart = echarts.init(element, null, { renderer: "canvas" });
@@ -46,7 +51,7 @@ export class LineChart {
     const axis = { axisLine: { lineStyle: { color: soft } }, axisLabel: { color: soft, hideOverlap: true }, splitLine: { lineStyle: { color: grid } } };
     const series = lines.map((line) => ({
       type: "line",
-      name: line.label,
+      name: safeName(line.label),
       data: isLog ? line.points.filter((point) => point[1] > 0) : line.points,
       showSymbol: line.points.length < 30,
       symbolSize: 4,
