@@ -23,6 +23,7 @@ SHARED = frozenset(
         "devices",
         "files",
         "gradients",
+        "intervals",
         "jit",
         "lazy",
         "parallel",
