@@ -26,6 +26,7 @@ EXTRAS = {
     "transformers": ("transformers", "accelerate"),
     "league": ("openskill",),
     "dashboard": ("nicegui",),
+    "query": ("duckdb",),
 }
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from esper.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from esper.runs.catalog import Run as Run, Summary as Summary, find_runs as find_runs, open_run as open_run
     from esper.runs.checkpoints import (
         Checkpoint as Checkpoint,
         CheckpointError as CheckpointError,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         load_module as load_module,
         plain_names as plain_names,
     )
+    from esper.runs.compare import Comparison as Comparison, compare_runs as compare_runs
     from esper.runs.events import (
         SCHEMA as SCHEMA,
         CheckpointRefused as CheckpointRefused,
@@ -49,6 +51,13 @@ if TYPE_CHECKING:
         WandbSink as WandbSink,
         check_installed as check_installed,
         sinks_in as sinks_in,
+    )
+    from esper.runs.tables import (
+        Table as Table,
+        events_table as events_table,
+        numbers_table as numbers_table,
+        query as query,
+        write_table as write_table,
     )
     from esper.runs.tensors import (
         NotTensorsError as NotTensorsError,

@@ -11,6 +11,7 @@ Tags and a note of the user are in `labels.json` in the run's folder.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -214,7 +215,7 @@ def label(folder: Path, *, add: Iterable[str] = (), remove: Iterable[str] = (), 
 def remove_run(folder: Path) -> None:
     """Delete a run folder with everything in it. Raise RunError if it holds no run, or if a process trains in it."""
     open_run(folder)
-    with locked(folder):
+    with locked(folder), locked(folder / TWIN) if (folder / TWIN).is_dir() else contextlib.nullcontext():
         shutil.rmtree(folder)
 
 
