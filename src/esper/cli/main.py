@@ -52,6 +52,14 @@ COMMANDS = {
     "arena replay": Command("esper.cli.arena_replay", "show what is in a replay, and compute it again to verify it"),
     "arena watch": Command("esper.cli.arena_replay", "play a replay in the browser", "run_watch"),
     "arena bench": Command("esper.cli.arena_bench", "measure how fast battles are fought on this machine"),
+    "runs ls": Command("esper.cli.runs", "list the runs in a folder, live ones first", "run_ls"),
+    "runs show": Command("esper.cli.runs", "show a run: state, figures, seeds, settings, and what to do next", "run_show"),
+    "runs diff": Command("esper.cli.runs", "show the settings in which two runs differ, and their figures", "run_diff"),
+    "runs tag": Command("esper.cli.runs", "add and remove tags of a run, and set its note", "run_tag"),
+    "runs rm": Command("esper.cli.runs", "delete runs", "run_rm"),
+    "runs export": Command("esper.cli.runs", "write the events of runs into a CSV or Parquet file", "run_export"),
+    "compare": Command("esper.cli.runs", "compare runs, with intervals over seeds, and plot them", "run_compare"),
+    "query": Command("esper.cli.runs", "answer questions about runs and events in SQL", "run_query"),
 }
 
 

@@ -1,0 +1,558 @@
+"""`esper runs`, `esper compare` and `esper query`: list, show, compare, label, export and delete runs. None of them imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from esper.cli.command import CommandError, CommandResult, how_to_resume
+from esper.cli.parse import parse
+from esper.config import Config
+from esper.runs.catalog import LABELS, TWIN, Run, State, Summary, differing_settings, find_runs, label, open_run, remove_run, settings_of
+from esper.runs.compare import compare_runs, final_figures, shown_setting, written
+from esper.runs.folder import EVENTS, GROW, Kind, RunError
+from esper.runs.index import cache_folder
+from esper.text_table import aligned, figure
+
+ROOT = Path("runs")  # folder of runs unless another one is named
+WIDE = 110  # columns of a terminal that shows everything about a run on one line
+BAR = 8  # characters of a bar
+_LEVELS = "▁▂▃▄▅▆▇█"
+_STYLES: dict[State, str] = {"running": "bold green", "finished": "", "stopped": "yellow", "dead": "bold red", "empty": "dim"}
+_Flag = tyro.conf.FlagCreatePairsOff[bool]
+_Run = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+_Runs = Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN")]
+
+
+@contextlib.contextmanager
+def _user_errors() -> Iterator[None]:
+    try:
+        yield
+    except RunError as error:
+        raise CommandError(str(error)) from error
+
+
+# esper runs ls
+
+
+LS_DESCRIPTION = """Lists the runs in a folder and in the folders inside it: those that train at the moment first, then the newest.
+
+A run is dead if it did not end and its process gives no sign of life any more. Progress is the share of the training that is done; the
+figure is the one that this kind of run is judged by, with its last and its best value and its curve."""
+
+
+class LsArguments(Config):
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")] = ROOT
+    """folder with runs"""
+    kind: tuple[Kind, ...] = ()
+    """only runs of these kinds"""
+    state: tuple[State, ...] = ()
+    """only runs in these states"""
+    tag: tuple[str, ...] = ()
+    """only runs with all of these tags"""
+
+
+def run_ls(argv: list[str], prog: str) -> CommandResult:
+    arguments = parse(LsArguments, argv, prog, description=LS_DESCRIPTION)
+    if not arguments.folder.is_dir():
+        raise CommandError(
+            f"there is no folder {arguments.folder}; name one with runs: {prog} FOLDER, or start a run: esper grow --task digits"
+        )
+    found, now = find_runs(arguments.folder, cache=cache_folder()), time.time()
+    summaries = []
+    for run in found:
+        run.refresh()
+        summaries.append(run.summary(now))
+    shown = sorted((summary for summary in summaries if _is_wanted(summary, arguments)), key=_live_then_newest)
+    if shown:
+        _print_runs(shown, arguments.folder, now)
+    elif found:
+        print(f"none of the {len(found)} runs in {arguments.folder} is like this; leave out a filter")
+    else:
+        print(f"there are no runs in {arguments.folder}; start one with: esper grow --task digits --run {arguments.folder / 'first'}")
+    return CommandResult({"runs": shown})
+
+
+def _is_wanted(summary: Summary, arguments: LsArguments) -> bool:
+    is_kind, is_state = not arguments.kind or summary.kind in arguments.kind, not arguments.state or summary.state in arguments.state
+    return is_kind and is_state and set(arguments.tag) <= set(summary.tags)
+
+
+def _live_then_newest(summary: Summary) -> tuple[bool, float]:
+    return summary.state != "running", -(summary.started or summary.touched)
+
+
+def _print_runs(summaries: Sequence[Summary], root: Path, now: float) -> None:
+    console = Console(highlight=False)
+    is_wide = console.width >= WIDE
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("run", overflow="fold", ratio=None)
+    heading = ("kind", "state", "progress", "figure", "last", "best", "curve", "seen", "tags")
+    for name in heading:
+        if is_wide or name not in ("curve", "figure"):
+            table.add_column(name, justify="right" if name in ("last", "best", "seen") else "left", no_wrap=name != "tags")
+    for summary in summaries:
+        curve = [summary.figure, written(summary.last), written(summary.best), sparkline(summary.spark, console.encoding)]
+        cells = [
+            Text(os.path.relpath(summary.folder, root) if Path(summary.folder) != root else summary.name),
+            summary.kind,
+            Text(summary.state, style=_STYLES[summary.state]),
+            progress_bar(summary.progress, console.encoding) if is_wide else _percent(summary.progress),
+            *(curve if is_wide else curve[1:3]),
+            age(now - summary.touched) if summary.touched else "-",
+            Text(" ".join(summary.tags)),
+        ]
+        table.add_row(*cells)
+    console.print(table)
+
+
+def sparkline(values: Sequence[float], encoding: str = "utf-8", *, width: int = 16) -> str:
+    """Draw a curve in one line of text; empty where the terminal has no such characters.
+
+    >>> sparkline([0.0, 1.0, 2.0, 3.0]), sparkline([2.0, 2.0]), sparkline([1.0], "ascii")
+    ('▁▃▆█', '▁▁', '')
+    """
+    finite = [value for value in values if value - value == 0]
+    if not finite or not encoding.lower().startswith("utf"):
+        return ""
+    count = min(width, len(finite))
+    chosen = [finite[index * (len(finite) - 1) // max(count - 1, 1)] for index in range(count)]
+    low, high = min(chosen), max(chosen)
+    return "".join(_LEVELS[round((value - low) / (high - low) * (len(_LEVELS) - 1)) if high > low else 0] for value in chosen)
+
+
+def progress_bar(share: float | None, encoding: str = "utf-8") -> str:
+    """Draw progress as a bar with its per cent.
+
+    >>> progress_bar(0.5), progress_bar(None), progress_bar(1.0, "ascii")
+    ('████░░░░  50%', '-', '######## 100%')
+    """
+    if share is None:
+        return "-"
+    full, empty = ("█", "░") if encoding.lower().startswith("utf") else ("#", ".")
+    filled = int(share * BAR)
+    return f"{full * filled}{empty * (BAR - filled)} {_percent(share):>4}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{int(100 * share)}%"
+
+
+def age(seconds: float) -> str:
+    """Format the time since something happened.
+
+    >>> age(5), age(200), age(4 * 3600), age(3 * 86400)
+    ('5 s ago', '3 min ago', '4 h ago', '3 d ago')
+    """
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit} ago"
+    return f"{max(seconds, 0):.0f} s ago"
+
+
+# esper runs show
+
+
+SHOW_DESCRIPTION = "Shows a run: its state, its figures, the seeds of a growth run, its settings, and what to do next."
+
+
+class ShowArguments(Config):
+    run: _Run
+    """folder of the run"""
+    settings: _Flag = False
+    """also list every setting"""
+
+
+class SeedLife(msgspec.Struct):
+    """One seed of a growth run, as its events tell."""
+
+    number: int
+    slot: str
+    blueprint: str
+    born: int  # epochs that were over when it germinated
+    stage: str
+    ended: int | None
+    outcome: str  # kept, pruned, rolled back or living
+    cost_of_removal: float | None  # rise of the loss if it were removed, as measured last
+    rent: float | None
+    why: str
+
+
+def run_show(argv: list[str], prog: str) -> CommandResult:
+    arguments = parse(ShowArguments, argv, prog, description=SHOW_DESCRIPTION)
+    with _user_errors():
+        run = open_run(arguments.run)
+    twin = open_run(arguments.run / TWIN) if (arguments.run / TWIN / EVENTS).is_file() else None
+    summary, figures, settings = run.summary(), final_figures(run), settings_of(run.config())
+    of_twin = {} if twin is None else final_figures(twin)
+    seeds, next_steps = seeds_of(run) if run.kind == "growth" else [], what_next(run, summary)
+    _print_head(summary)
+    if figures:
+        rows = [[name, written(value), *([written(of_twin.get(name))] if twin else [])] for name, value in figures.items()]
+        print("\n" + aligned([["figure", "last", *(["its twin"] if twin else [])], *rows], numbers=True))
+    if seeds:
+        print()
+        _print_seeds(seeds)
+    if arguments.settings:
+        print("\n" + aligned([["setting", "value"], *([name, _setting(value)] for name, value in settings.items())]))
+    print("\n" + "\n".join(next_steps))
+    if not arguments.settings:
+        print(f"its {len(settings)} settings: {prog} {shlex.quote(str(arguments.run))} --settings")
+    result = {"run": summary, "figures": figures, "twin": of_twin or None, "seeds": seeds, "settings": run.config(), "next": next_steps}
+    return CommandResult(result)
+
+
+def _setting(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _print_head(summary: Summary) -> None:
+    now = time.time()
+    rows = [["run", summary.folder], ["kind", summary.kind], ["state", f"{summary.state}, last sign of life {age(now - summary.touched)}"]]
+    if summary.state == "empty":
+        rows[-1] = ["state", "empty: no event was written"]
+    encoding = sys.stdout.encoding or "ascii"
+    unit = "epochs" if summary.kind == "growth" else "steps"
+    rows.append(["progress", f"{progress_bar(summary.progress, encoding)}  {summary.step:,} {unit}"])
+    if summary.started is not None:
+        rows.append(["started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.started))])
+    if summary.last is not None:
+        curve = sparkline(summary.spark, encoding, width=40)
+        rows.append([summary.figure, f"{written(summary.last)}, best {written(summary.best)}  {curve}"])
+    rows += [["tags", ", ".join(summary.tags)]] if summary.tags else []
+    rows += [["note", " ".join(summary.note.split())]] if summary.note else []
+    print(aligned(rows))
+
+
+def seeds_of(run: Run) -> list[SeedLife]:
+    """Return the seeds of a growth run in the order in which they germinated."""
+    events = sorted(
+        (event for kind in ("stage_entered", "measured", "rolled_back") for event in run.index.events(kind)),
+        key=lambda event: float(event["time"]),
+    )
+    seeds: list[SeedLife] = []
+    last: dict[str, SeedLife] = {}  # by slot
+    for event in events:
+        if event["kind"] == "rolled_back":
+            for slot in event["embargoed"]:
+                if (seed := last.get(slot)) is not None and seed.outcome == "living":
+                    seed.outcome, seed.ended, seed.why = "rolled back", event["epoch"], event["reason"]
+            continue
+        slot = event["slot"]
+        if event["kind"] == "stage_entered" and event["stage"] == "GERMINATED":
+            last[slot] = SeedLife(len(seeds) + 1, slot, event["blueprint"], event["epoch"], "", None, "living", None, None, "")
+            seeds.append(last[slot])
+        seed = last.get(slot)
+        if seed is None or seed.outcome != "living":
+            continue  # an embargo is not part of a seed's life
+        if event["kind"] == "measured":
+            seed.cost_of_removal, seed.rent = event["gain"], event["rent"]
+            continue
+        # The reason for withdrawing a seed is given when alpha begins to fall, not when the seed is removed at last.
+        is_withdrawn = (seed.stage, event["stage"]) == ("BLENDING", "PRUNED")
+        seed.stage, seed.why = event["stage"], seed.why if is_withdrawn and seed.why else event["reason"]
+        if outcome := {"FOSSILIZED": "kept", "PRUNED": "pruned"}.get(event["stage"]):
+            seed.outcome, seed.ended = outcome, event["epoch"]
+    return seeds
+
+
+def _print_seeds(seeds: Sequence[SeedLife]) -> None:
+    rows = [
+        [
+            str(seed.number),
+            seed.slot,
+            seed.blueprint,
+            f"{seed.born}–{'' if seed.ended is None else seed.ended}",
+            seed.outcome if seed.ended is not None else seed.stage.lower(),
+            "-" if seed.cost_of_removal is None else figure(float(seed.cost_of_removal)),
+            "-" if seed.rent is None else figure(float(seed.rent)),
+        ]
+        for seed in seeds
+    ]
+    print(aligned([["seed", "slot", "blueprint", "epochs", "outcome", "removal costs", "rent"], *rows]))
+    for seed in seeds:
+        print(f"  {seed.number}: {seed.why}")
+
+
+def what_next(run: Run, summary: Summary) -> list[str]:
+    """Return sentences with the commands that make sense for a run in its state."""
+    from esper.cli.main import COMMANDS
+
+    folder = shlex.quote(str(run.folder))
+    watch = [f"watch it with: esper watch {folder}"] if "watch" in COMMANDS else []
+    if summary.state == "running":
+        return watch or [f"it is training; see how far it is with: esper runs show {folder}"]
+    command = {"growth": "grow", "ppo": "ppo train", "controller": "controller train", "arena": "arena train"}[run.kind]
+    if run.kind == "growth" and not (run.folder / GROW).is_file():
+        resume = f"go on with it in Python: esper.grow(..., run={str(run.folder)!r}, resume=True)"
+    else:
+        resume = how_to_resume(command, run.folder)
+    if summary.state != "finished":
+        return [resume]
+    use = {
+        "growth": f"write its report with: esper grow report {folder}",
+        "ppo": f"play fresh episodes with: esper ppo eval {folder}",
+        "controller": f"grow with it: esper grow --task digits --controller {shlex.quote(str(run.folder / 'controller.safetensors'))}",
+        "arena": f"fight battles with: esper arena eval {folder}",
+    }[run.kind]
+    return [use, *watch]
+
+
+# esper runs diff
+
+
+DIFF_DESCRIPTION = "Shows the settings in which two runs differ, and their figures side by side."
+
+
+class DiffArguments(Config):
+    a: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="A")]
+    """folder of a run"""
+    b: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="B")]
+    """folder of another run"""
+
+
+def run_diff(argv: list[str], prog: str) -> CommandResult:
+    arguments = parse(DiffArguments, argv, prog, description=DIFF_DESCRIPTION)
+    with _user_errors():
+        one, other = open_run(arguments.a), open_run(arguments.b)
+    settings = differing_settings({"a": one.config(), "b": other.config()})
+    ours, theirs = final_figures(one), final_figures(other)
+    names = list(dict.fromkeys([*ours, *theirs]))
+    heading = [str(arguments.a), str(arguments.b)]
+    if settings:
+        print(
+            aligned([["setting", *heading], *([name, shown_setting(row["a"]), shown_setting(row["b"])] for name, row in settings.items())])
+        )
+    else:
+        print("the settings are the same")
+    rows = []
+    for name in names:
+        difference = theirs[name] - ours[name] if name in ours and name in theirs else None
+        rows.append([name, written(ours.get(name)), written(theirs.get(name)), written(difference, sign="+")])
+    if rows:
+        print("\n" + aligned([["figure", *heading, "difference"], *rows], numbers=True))
+    print(f"\n{arguments.a} is {one.state()}, {arguments.b} is {other.state()}")
+    figures = {name: {"a": ours.get(name), "b": theirs.get(name)} for name in names}
+    return CommandResult({"a": str(arguments.a), "b": str(arguments.b), "settings": settings, "figures": figures})
+
+
+# esper runs tag
+
+
+TAG_DESCRIPTION = f"""Adds and removes tags of a run, and sets its note; without any, shows them. They are in {LABELS} in the run's folder.
+
+  esper runs tag runs/first good baseline --note "first that learns"
+  esper runs tag runs/first --remove baseline"""
+
+
+class TagArguments(Config):
+    run: _Run
+    """folder of the run"""
+    add: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="TAG")] = ()
+    """tags to add"""
+    remove: tuple[str, ...] = ()
+    """tags to remove"""
+    note: str | None = None
+    """a note about the run, in place of the one before; "" for none"""
+
+
+def run_tag(argv: list[str], prog: str) -> CommandResult:
+    arguments = parse(TagArguments, argv, prog, description=TAG_DESCRIPTION)
+    with _user_errors():
+        if arguments.add or arguments.remove or arguments.note is not None:
+            before = open_run(arguments.run).labels().tags
+            if unknown := [tag for tag in arguments.remove if tag not in before]:
+                raise RunError(f"{arguments.run} has no tag {unknown[0]!r}; it has {', '.join(before) or 'none'}")
+            labels = label(arguments.run, add=arguments.add, remove=arguments.remove, note=arguments.note)
+        else:
+            labels = open_run(arguments.run).labels()
+    print(aligned([["tags", ", ".join(labels.tags) or "-"], ["note", labels.note or "-"]]))
+    return CommandResult({"run": str(arguments.run), "tags": labels.tags, "note": labels.note})
+
+
+# esper runs rm
+
+
+RM_DESCRIPTION = "Deletes runs with everything in their folders. Asks before it does; refuses if one of them is still training."
+
+
+class RmArguments(Config):
+    runs: _Runs
+    """folders of the runs"""
+    yes: _Flag = False
+    """do not ask"""
+
+
+def run_rm(argv: list[str], prog: str) -> CommandResult:
+    arguments = parse(RmArguments, argv, prog, description=RM_DESCRIPTION)
+    if not arguments.runs:
+        raise CommandError(f"name the runs to delete: {prog} RUN...")
+    folders = list(dict.fromkeys(arguments.runs))
+    with _user_errors():
+        for folder in folders:
+            _check_removable(folder)
+        total = sum(_bytes_in(folder) for folder in folders)
+        what = str(folders[0]) if len(folders) == 1 else f"{len(folders)} runs ({', '.join(map(str, folders))})"
+        if not arguments.yes and not _confirmed(f"delete {what} with {_size(total)} of files? [y/N] "):
+            print("nothing was deleted")
+            return CommandResult({"removed": []})
+        for folder in folders:
+            remove_run(folder)
+    print(f"deleted {what}")
+    return CommandResult({"removed": [str(folder) for folder in folders]})
+
+
+def _check_removable(folder: Path) -> None:
+    """Raise RunError unless the folder is a run that no process trains in."""
+    inside = [run.folder for run in find_runs(folder)]
+    if inside and inside != [folder]:
+        raise RunError(f"{folder} is no run but holds {len(inside)}; name the ones to delete, such as {inside[0]}")
+    if folder.is_symlink():
+        raise RunError(f"{folder} is a link; name the folder that it points to")
+    for each in (open_run(folder), *([open_run(folder / TWIN)] if (folder / TWIN / EVENTS).is_file() else [])):
+        if each.state() == "running":
+            raise RunError(f"{folder} is still training; stop it first, or wait for it")
+
+
+def _confirmed(question: str) -> bool:
+    if not sys.stdin.isatty():
+        raise CommandError("there is nobody to ask whether to delete; give --yes")
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
+
+
+def _size(count: float) -> str:
+    """Format a number of bytes.
+
+    >>> _size(900), _size(1_500_000)
+    ('900 B', '1.5 MB')
+    """
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+# esper runs export
+
+
+EXPORT_DESCRIPTION = """Writes what happened in runs into a .csv or .parquet file for other programs.
+
+Without --events, each row is one number: run, name, step, time and value, with the names of TensorBoard. With --events, each row is one
+event of that kind, with a column for each field. Parquet needs pyarrow or duckdb."""
+
+
+class ExportArguments(Config):
+    runs: _Runs
+    """runs, or folders with runs"""
+    to: Path
+    """the file: .csv or .parquet"""
+    events: str | None = None
+    """only events of this kind, such as epoch_ended or update"""
+
+
+def run_export(argv: list[str], prog: str) -> CommandResult:
+    arguments = parse(ExportArguments, argv, prog, description=EXPORT_DESCRIPTION)
+    from esper.runs.tables import events_table, numbers_table, write_table
+
+    if not arguments.runs:
+        raise CommandError(f"name the runs to export: {prog} RUN... --to FILE")
+    with _user_errors():
+        if arguments.to.suffix.lower() not in (".csv", ".parquet"):
+            raise RunError(f"{arguments.to} is neither a .csv nor a .parquet file; name one of them")
+        table = numbers_table(arguments.runs) if arguments.events is None else events_table(arguments.runs, arguments.events)
+        write_table(table, arguments.to)
+    print(f"{len(table.rows):,} rows of {', '.join(table.columns)}\n{arguments.to}")
+    return CommandResult({"file": str(arguments.to), "rows": len(table.rows), "columns": list(table.columns)})
+
+
+# esper compare
+
+
+COMPARE_DESCRIPTION = """Compares runs: final figures, settings that differ, and differences with intervals over seeds.
+
+  esper compare runs/a runs/b runs/c --plot comparison.svg
+  esper compare runs/small runs/large --figure "test accuracy"     folders with runs of several seeds
+
+Runs whose settings differ only in the seed form a group. Groups are compared with the first one by pairs of runs of equal seeds, and grown
+runs with their twins; the interval is Student's, with one sample per seed. Runs that have not ended are compared at a step that all have
+reached."""
+
+
+class CompareArguments(Config):
+    runs: _Runs
+    """runs, or folders with runs"""
+    figure: str | None = None
+    """the number to compare: a final figure such as "test accuracy", or a number of events such as update/total_kl"""
+    plot: Path | None = None
+    """also draw curves and final figures into this .png, .svg or .pdf file"""
+
+
+def run_compare(argv: list[str], prog: str) -> CommandResult:
+    arguments = parse(CompareArguments, argv, prog, description=COMPARE_DESCRIPTION)
+    if not arguments.runs:
+        raise CommandError(f"name the runs to compare: {prog} A B")
+    with _user_errors():
+        comparison = compare_runs(arguments.runs, figure=arguments.figure)
+        print(comparison)
+        if arguments.plot is not None:
+            comparison.plot(arguments.plot)
+            print(f"\nplot  {arguments.plot}")
+    plot = None if arguments.plot is None else str(arguments.plot)
+    return CommandResult({**comparison.as_dict(), "plot": plot})
+
+
+# esper query
+
+
+QUERY_DESCRIPTION = """Answers one select statement about runs, with DuckDB.
+
+  esper query "select run, state, best from runs order by best"
+  esper query "select run, min(val_loss) from epoch_ended group by run" runs
+  esper query "show tables"
+
+The tables are runs, events (all events, each as JSON), and one for each kind of event with its fields as columns. The column `run` is the
+same in all of them. Nothing is changed, and no other file is read."""
+
+
+class QueryArguments(Config):
+    sql: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SQL")]
+    """one select statement"""
+    runs: _Runs = (ROOT,)
+    """runs, or folders with runs"""
+
+
+def run_query(argv: list[str], prog: str) -> CommandResult:
+    arguments = parse(QueryArguments, argv, prog, description=QUERY_DESCRIPTION)
+    from esper.runs.tables import query
+
+    with _user_errors():
+        table = query(arguments.sql, arguments.runs)
+    if table.rows:
+        print(aligned([list(table.columns), *([_cell(value) for value in row] for row in table.rows)]))
+    else:
+        print("no row")
+    return CommandResult({"columns": list(table.columns), "rows": table.rows})
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "-" if value is None else " ".join(str(value).split())
