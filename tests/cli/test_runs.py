@@ -175,6 +175,23 @@ def test_rm_deletes_nothing_if_one_of_the_runs_is_training(runs: Path, tmp_path:
     assert (runs / "group/grown" / EVENTS).exists()
 
 
+def test_the_last_seed_is_deleted_with_the_folder_of_all_seeds(tmp_path: Path) -> None:
+    for seed in range(2):
+        made_ppo(tmp_path / f"many/seed-{seed}", [1.0], seed=seed)
+    (tmp_path / "many/seeds.toml").write_text("seeds = 2\n")
+    assert main(["runs", "rm", "many/seed-0", "--yes"]) == 0
+    assert (tmp_path / "many/seeds.toml").exists()
+    assert main(["runs", "rm", "many/seed-1", "--yes"]) == 0
+    assert not (tmp_path / "many").exists()
+
+
+def test_damaged_settings_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = made_growth(tmp_path / "run", [1.0])
+    (folder / "grow.toml").write_text("task = ")
+    for words in (["runs", "show", "run"], ["runs", "diff", "run", "run"], ["compare", "run"]):
+        assert_explains(words, "the settings of run cannot be read", capsys)
+
+
 # runs export, compare and query
 
 

@@ -6,16 +6,21 @@ import contextlib
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import tyro
 
 from esper.cli.command import FAILED, USAGE, CommandError, CommandResult, check_run, failures, show_plan
 from esper.cli.parse import parse, settings_of, train_defaults
-from esper.config import Config, load_saved
-from esper.experiment.config import GrowTaskConfig
+from esper.config import Config, PositiveInt, load_saved
+from esper.experiment.config import GrowSeedsConfig, GrowTaskConfig
 from esper.runs.folder import CONFIG, GROW
+from esper.runs.seeds import SEEDS, holds_seeds, seeds_begun
 from esper.runs.signals import StopSignals
+
+if TYPE_CHECKING:
+    from esper.runs import Sink
 
 _Flag = tyro.conf.FlagCreatePairsOff[bool]
 
@@ -31,6 +36,8 @@ class GrowArguments(GrowTaskConfig):
     """TOML file with values for any of these options"""
     resume: _Flag = False
     """go on with the run in --run, as it was configured"""
+    seeds: PositiveInt | None = None
+    """train so many runs, each with its twin, in folders seed-N inside the run folder; their seeds are --seed, the next, and so on"""
     dry_run: _Flag = False
     """say what would be done and where something could grow, and touch nothing"""
 
@@ -56,6 +63,8 @@ def _saved_config(folder: str | None, path: str | None) -> GrowTaskConfig:
     if path is not None:
         raise CommandError("--resume reads the config of the run; leave --config out")
     place = Path(folder)
+    if holds_seeds(place):
+        return load_saved(GrowSeedsConfig, place / SEEDS)
     if (place / CONFIG).exists() or not (place / GROW).exists():  # a run that was killed before CONFIG was written begins anew
         check_run(place, "growth")
     if not (place / GROW).is_file():
@@ -71,6 +80,7 @@ DESCRIPTION = """Trains a model, grows it where that pays, and keeps everything 
   esper grow --task digits                                              a task of esper, with its starved host
   esper grow --model mycode.nets:make_model --data mycode.data:loaders  your own code, from the current folder
   esper grow --task digits --controller runs/.../controller.safetensors what esper controller train has made decides
+  esper grow --task digits --seeds 5                                    five runs and their twins, compared over seeds
 
 make_model() gives an nn.Module, loaders() gives (train, validation) or (train, validation, test). The test part is looked at once, when
 everything is over. Values come from the defaults, then from --config FILE.toml, then from the command line. The path of an option may be
@@ -92,7 +102,10 @@ def run(argv: list[str], prog: str) -> CommandResult:
         tasks = "; ".join(f"{name} ({entry.title})" for name, entry in TASKS.items())
         raise CommandError(f"name what to grow: --task TASK, or --model and --data of your own. Tasks: {tasks}")
     with _user_errors():
-        return _dry_run(arguments.settings()) if arguments.dry_run else _grow(arguments)
+        if arguments.dry_run:
+            return _dry_run(arguments.settings())
+        is_many = arguments.seeds is not None or (arguments.resume and arguments.run is not None and holds_seeds(arguments.run))
+        return _grow_seeds(arguments) if is_many else _grow(arguments)
 
 
 def _dry_run(config: GrowTaskConfig) -> CommandResult:
@@ -110,7 +123,6 @@ def _grow(arguments: GrowArguments) -> CommandResult:
     from esper.experiment.training import grow_task, has_begun, run_folder
     from esper.growth.config import GrowthError
     from esper.growth.lifecycle.governor import Diverged
-    from esper.runs import Sink
 
     def show(title: str) -> Sink:
         return progress_sink(GrowProgress(title))
@@ -124,6 +136,43 @@ def _grow(arguments: GrowArguments) -> CommandResult:
         result = grow_task(config, folder, resume=arguments.resume, make_sink=show, should_stop=stop.was_asked)
     print_summary(result, config)
     return CommandResult(as_json(result), stop.exit_code if result.status == "stopped" else 0)
+
+
+def _grow_seeds(arguments: GrowArguments) -> CommandResult:
+    """Grow with several seeds, each run with its twin."""
+    from esper.cli.grow_progress import GrowProgress
+    from esper.cli.progress import progress_sink
+    from esper.cli.seeds import train_seeds
+    from esper.experiment.training import check_same, grow_task, has_begun, run_folder
+    from esper.growth.config import GrowthError
+    from esper.growth.lifecycle.governor import Diverged
+
+    base, saved = msgspec.structs.replace(arguments.settings(), twin=True), None
+    if arguments.resume:
+        assert arguments.run is not None
+        if not holds_seeds(arguments.run):
+            raise CommandError(f"{arguments.run} is one run and not several seeds; go on with it without --seeds")
+        saved = load_saved(GrowSeedsConfig, arguments.run / SEEDS)
+        check_same(saved, base, arguments.run)
+    count, stop = arguments.seeds or (saved.seeds if saved is not None else 1), StopSignals()
+
+    def train_one(seed: int, folder: Path) -> str:
+        config = msgspec.structs.replace(base, seed=seed)
+        with failures(folder, "grow", Diverged, GrowthError, saved=GROW, has_begun=has_begun):
+            has_settings = (folder / GROW).is_file()
+            return grow_task(config, folder, resume=has_settings, make_sink=show, should_stop=stop.was_asked).status
+
+    def show(title: str) -> Sink:
+        return progress_sink(GrowProgress(title))
+
+    values = {name: getattr(base, name) for name in GrowTaskConfig.__struct_fields__}
+    all_settings, seeds = GrowSeedsConfig(**values, seeds=count), range(base.seed, base.seed + count)
+    with (
+        run_folder(base, arguments.run) as folder,
+        seeds_begun(folder, all_settings, saved, count=lambda config: config.seeds),
+        stop,
+    ):
+        return train_seeds(folder, seeds, train_one, command="grow", stop=stop, figures=("test loss", "test accuracy"))
 
 
 @contextlib.contextmanager

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import tyro
 
 from esper.cli.command import CommandError, CommandResult, failures, how_to_resume, in_group, show_plan
 from esper.cli.parse import parse, saved_config, settings_of, take_option, train_defaults
-from esper.rl.run_config import PRESETS, EnvValue, TrainConfig
+from esper.config import Config, PositiveInt, load_saved
+from esper.rl.run_config import PRESETS, EnvValue, TrainConfig, TrainSeedsConfig
+from esper.runs.folder import CONFIG
+from esper.runs.seeds import SEEDS, holds_seeds, seeds_begun
 from esper.runs.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -69,6 +72,8 @@ class TrainArguments(FileConfig):
     preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help=PRESET_HELP)] = None
     resume: _Flag = False
     """go on with the run in --run, as it was configured"""
+    seeds: PositiveInt | None = None
+    """train so many runs, in folders seed-N inside the run folder; their seeds are --seed, the next, and so on"""
     dry_run: _Flag = False
     """say what would be done, and touch nothing"""
 
@@ -78,11 +83,16 @@ def defaults_for(argv: list[str]) -> TrainArguments:
     words = list(argv)
     preset = take_option(words, "--preset")
     if preset is None:
-        saved = partial(saved_config, TrainConfig, "ppo")
-        return train_defaults(TrainArguments, TrainConfig, words, saved=saved, file_type=FileConfig)
+        return train_defaults(TrainArguments, TrainConfig, words, saved=_saved_config, file_type=FileConfig)
     is_alone = take_option(words, "--config") is None and "--resume" not in words
     base = _preset(preset, is_alone=is_alone)
     return TrainArguments(**{name: getattr(base, name) for name in TrainConfig.__struct_fields__})
+
+
+def _saved_config(folder: str | None, path: str | None) -> Config:
+    if folder is not None and path is None and holds_seeds(Path(folder)):
+        return load_saved(TrainSeedsConfig, Path(folder) / SEEDS)
+    return saved_config(TrainConfig, "ppo", folder, path)
 
 
 def _preset(name: str, *, is_alone: bool) -> TrainConfig:
@@ -109,7 +119,10 @@ def run(argv: list[str], prog: str) -> CommandResult:
         raise CommandError(f"name an environment: {prog} ENV_ID (esper ppo envs lists them)")
     config = settings_of(arguments, TrainConfig)
     with in_group(config.device) as group:
-        return _dry_run(config, group) if arguments.dry_run else _train(config, arguments, group)
+        if arguments.dry_run:
+            return _dry_run(config, group)
+        is_many = arguments.seeds is not None or (arguments.resume and arguments.run is not None and holds_seeds(arguments.run))
+        return _train_seeds(config, arguments, group) if is_many else _train(config, arguments, group)
 
 
 def _dry_run(config: TrainConfig, group: Group) -> CommandResult:
@@ -146,6 +159,38 @@ def _train(config: TrainConfig, arguments: TrainArguments, group: Group) -> Comm
         result = train_run(config, folder, resume=arguments.resume, **options)
     _print_summary(result)
     return CommandResult(_as_json(result), stop.exit_code if result.status == "stopped" else 0)
+
+
+def _train_seeds(base: TrainConfig, arguments: TrainArguments, group: Group) -> CommandResult:
+    """Train with several seeds, one run after another."""
+    from esper.cli.ppo_progress import PPOProgress
+    from esper.cli.progress import progress_sink
+    from esper.cli.seeds import train_seeds
+    from esper.rl.training import ENVIRONMENT, check_changes, train_run
+    from esper.runs.folder import default_folder
+
+    if group.world_size > 1:
+        raise CommandError("--seeds trains one run after another in one process; leave out torchrun, or --seeds")
+    folder, saved, stop = arguments.run or default_folder(base.env), None, StopSignals()
+    values = {name: getattr(base, name) for name in TrainConfig.__struct_fields__}
+    if arguments.resume:
+        if not holds_seeds(folder):
+            raise CommandError(f"{folder} is one run and not several seeds; go on with it without --seeds")
+        saved = load_saved(TrainSeedsConfig, folder / SEEDS)
+    config = TrainSeedsConfig(**values, seeds=arguments.seeds or (saved.seeds if saved is not None else 1))
+    if saved is not None:
+        check_changes(saved, config, (*ENVIRONMENT.changeable, "seeds"))
+
+    def train_one(seed: int, own: Path) -> str:
+        of_seed = msgspec.structs.replace(base, ppo=msgspec.structs.replace(base.ppo, seed=seed))
+        with failures(own, "ppo train", FloatingPointError):
+            has_begun = (own / CONFIG).is_file()
+            options: dict[str, Any] = {"sinks": [progress_sink(PPOProgress())], "should_stop": stop.was_asked, "group": group}
+            return train_run(of_seed, own, resume=has_begun, **options).status
+
+    seeds = range(base.ppo.seed, base.ppo.seed + config.seeds)
+    with seeds_begun(folder, config, saved, count=lambda config: config.seeds), stop:
+        return train_seeds(folder, seeds, train_one, command="ppo train", stop=stop, figures=())
 
 
 def _print_summary(result: RunResult) -> None:

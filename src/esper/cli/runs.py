@@ -21,9 +21,10 @@ from esper.cli.command import CommandError, CommandResult, how_to_resume
 from esper.cli.parse import parse
 from esper.config import Config
 from esper.runs.catalog import LABELS, TWIN, Run, State, Summary, differing_settings, find_runs, label, open_run, remove_run, settings_of
-from esper.runs.compare import compare_runs, final_figures, shown_setting, written
+from esper.runs.compare import compare_runs, final_figures, settings_read, shown_setting, written
 from esper.runs.folder import EVENTS, GROW, Kind, RunError
 from esper.runs.index import cache_folder
+from esper.runs.seeds import discard_without_runs
 from esper.text_table import aligned, figure
 
 ROOT = Path("runs")  # folder of runs unless another one is named
@@ -194,8 +195,9 @@ def run_show(argv: list[str], prog: str) -> CommandResult:
     arguments = parse(ShowArguments, argv, prog, description=SHOW_DESCRIPTION)
     with _user_errors():
         run = open_run(arguments.run)
+        config = settings_read(run)
     twin = open_run(arguments.run / TWIN) if (arguments.run / TWIN / EVENTS).is_file() else None
-    summary, figures, settings = run.summary(), final_figures(run), settings_of(run.config())
+    summary, figures, settings = run.summary(), final_figures(run), settings_of(config)
     of_twin = {} if twin is None else final_figures(twin)
     seeds, next_steps = seeds_of(run) if run.kind == "growth" else [], what_next(run, summary)
     _print_head(summary)
@@ -210,7 +212,7 @@ def run_show(argv: list[str], prog: str) -> CommandResult:
     print("\n" + "\n".join(next_steps))
     if not arguments.settings:
         print(f"its {len(settings)} settings: {prog} {shlex.quote(str(arguments.run))} --settings")
-    result = {"run": summary, "figures": figures, "twin": of_twin or None, "seeds": seeds, "settings": run.config(), "next": next_steps}
+    result = {"run": summary, "figures": figures, "twin": of_twin or None, "seeds": seeds, "settings": config, "next": next_steps}
     return CommandResult(result)
 
 
@@ -327,7 +329,7 @@ def run_diff(argv: list[str], prog: str) -> CommandResult:
     arguments = parse(DiffArguments, argv, prog, description=DIFF_DESCRIPTION)
     with _user_errors():
         one, other = open_run(arguments.a), open_run(arguments.b)
-    settings = differing_settings({"a": one.config(), "b": other.config()})
+        settings = differing_settings({"a": settings_read(one), "b": settings_read(other)})
     ours, theirs = final_figures(one), final_figures(other)
     names = list(dict.fromkeys([*ours, *theirs]))
     heading = [str(arguments.a), str(arguments.b)]
@@ -410,6 +412,7 @@ def run_rm(argv: list[str], prog: str) -> CommandResult:
             return CommandResult({"removed": []})
         for folder in folders:
             remove_run(folder)
+            discard_without_runs(folder.parent)
     print(f"deleted {what}")
     return CommandResult({"removed": [str(folder) for folder in folders]})
 

@@ -79,3 +79,9 @@ class GrowTaskConfig(TrainingConfig):
     def title(self) -> str:
         """Return the name of what is grown."""
         return f"{self.task}, {self.host} host" if self.task is not None else str(self.model)
+
+
+class GrowSeedsConfig(GrowTaskConfig):
+    """Settings of several runs with their twins, whose seeds are `seed`, `seed` + 1 and so on."""
+
+    seeds: PositiveInt = 5  # number of runs

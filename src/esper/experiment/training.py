@@ -84,7 +84,7 @@ def grow_task(
             raise RunError("there is no folder to resume in; name that of the run")
         saved = load_saved(GrowTaskConfig, Path(folder) / GROW)
         config = config or saved
-        _check_same(saved, config, Path(folder))
+        check_same(saved, config, Path(folder))
     if config is None:
         raise RunError("a new run needs a config; with resume=True, the run in the folder goes on with its own")
     device = find_device(config.device)
@@ -229,7 +229,7 @@ def _all_complete(folder: Path, config: GrowTaskConfig) -> bool:
     return _is_complete(folder, config) and (not config.twin or _is_complete(folder / TWIN, config))
 
 
-def _check_same(saved: GrowTaskConfig, wanted: GrowTaskConfig, folder: Path) -> None:
+def check_same(saved: GrowTaskConfig, wanted: GrowTaskConfig, folder: Path) -> None:
     """Raise RunError if a run cannot go on with the wanted config."""
     for name in GrowTaskConfig.__struct_fields__:
         before, now = getattr(saved, name), getattr(wanted, name)

@@ -43,6 +43,12 @@ class TrainConfig(ShownConfig):
             raise ConfigError("num_envs", expected=f"at most {most} for {self.ppo.num_steps} steps of each", got=self.num_envs)
 
 
+class TrainSeedsConfig(TrainConfig):
+    """Several training runs, whose seeds are `ppo.seed`, `ppo.seed` + 1 and so on."""
+
+    seeds: PositiveInt = 5  # number of runs
+
+
 def _classic(env: str, total_steps: int, **ppo: Any) -> TrainConfig:
     """Return the settings for a classic task. It needs no memory, because an observation is the whole state."""
     return TrainConfig(env=env, total_steps=total_steps, ppo=PPOConfig(network=NetworkConfig(core="none"), **ppo))

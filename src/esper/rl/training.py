@@ -228,11 +228,11 @@ def _resumed_config(folder: Path, wanted: RunConfig | None, trainer: Trainer[Any
     """Return the wanted config, or the saved one if none is given. Raise RunError if a resumed run must not change to it."""
     check_holds_a_run(folder, trainer.run_kind)
     saved = load_saved(trainer.config, folder / CONFIG)
-    _check_changes(saved, wanted or saved, trainer.changeable)
+    check_changes(saved, wanted or saved, trainer.changeable)
     return wanted or saved
 
 
-def _check_changes(saved: Any, wanted: Any, changeable: Sequence[str]) -> None:
+def check_changes(saved: Any, wanted: Any, changeable: Sequence[str]) -> None:
     """Raise RunError if a resumed run would change a setting that concerns the learner."""
     for (name, before, _), (_, after, _) in zip(describe(saved), describe(wanted), strict=True):
         may_change = name in (*changeable, *ShownConfig.__struct_fields__) or name.startswith("ppo.thresholds.")

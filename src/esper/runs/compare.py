@@ -189,6 +189,14 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     return [str(folder) for folder in folders]
 
 
+def settings_read(run: Run) -> dict[str, Any]:
+    """Return the settings of a run, by section. Raise RunError if their file is damaged."""
+    try:
+        return run.config()
+    except (OSError, ValueError) as error:
+        raise RunError(f"the settings of {run.folder} cannot be read: {error}") from error
+
+
 def seed_of(config: Mapping[str, Any]) -> int | None:
     """Return the seed in the settings of a run; None if they have none."""
     settings = settings_of(config)
@@ -246,7 +254,7 @@ def compare_runs(places: Iterable[Path | str], *, figure: str | None = None, cac
         raise RunError("name the runs to compare")
     chosen, names = find_figure(runs, figure), short_names([run.folder for run in runs])
     step = _common_step(runs, chosen)
-    configs = {name: run.config() for name, run in zip(names, runs, strict=True)}
+    configs = {name: settings_read(run) for name, run in zip(names, runs, strict=True)}
     compared = {name: _compared(name, run, chosen, step, seed_of(configs[name]), cache) for name, run in zip(names, runs, strict=True)}
     members: dict[bytes, list[str]] = {}
     for name, run in zip(names, runs, strict=True):

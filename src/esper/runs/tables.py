@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from esper.runs.catalog import Run, open_run
-from esper.runs.compare import expand, seed_of, short_names
+from esper.runs.compare import expand, seed_of, settings_read, short_names
 from esper.runs.folder import EVENTS, RunError
 from esper.runs.index import lines_of
 
@@ -57,7 +57,7 @@ def runs_table(runs: Sequence[NamedRun]) -> Table:
     columns |= {"tags": "JSON", "note": "VARCHAR", "settings": "JSON"}
     rows = []
     for name, run in runs:
-        config = run.config()
+        config = settings_read(run)
         values = msgspec.structs.asdict(run.summary()) | {"run": name, "seed": seed_of(config), "settings": config}
         rows.append(tuple(values[column] for column in columns))
     return Table(columns, rows)
