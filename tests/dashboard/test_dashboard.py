@@ -118,6 +118,14 @@ def test_series_are_sent_once_then_only_what_is_new_and_never_too_many(runs: Pat
     assert (then["start"], then["steps"], then["values"]) == (part["total"], [99_999], [7.5])
 
 
+def test_runs_of_one_setting_with_other_seeds_have_a_mean_over_seeds(runs: Path, tmp_path: Path) -> None:
+    watcher = Watcher(runs, cache=tmp_path)
+    watcher.refresh()
+    found = watcher.compare([name_in_address(runs / f"cue-{seed}") for seed in (0, 1)])["over_seeds"]
+    assert [run["seed"] for run in found["runs"]] == [0, 1]
+    assert len(found["groups"]) == 1, "they differ only in the seed"
+
+
 def test_no_run_is_changed_by_looking_at_it(runs: Path, tmp_path: Path) -> None:
     def state() -> dict[str, tuple[int, bytes]]:
         return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in sorted(runs.rglob("*")) if path.is_file()}

@@ -262,6 +262,9 @@ const template = `
       <div class="figures"><div v-for="(run, index) in compared.runs" :key="run.id" class="figure"><small><i class="dot" :style="{ background: palette[index % palette.length] }"></i>{{ run.name }}</small><b>{{ format(run.best) }}</b><small>{{ run.figure }}, best</small></div></div>
       <p v-if="compared.runs.length > 2"><label><input type="checkbox" v-model="bySetting"> group runs that differ only in their seed</label></p>
       <div class="grid"><series-chart v-for="name in compareNames" :key="name" :title="name" :lines="compareLines(name)" :store="store" :version="version" :controls="controls" :is-dark="isDark" /></div>
+      <section v-if="differences.length" class="card" data-differences><header><h3>differences over seeds: {{ compared.over_seeds.figure }}</h3></header>
+        <ul class="log"><li v-for="(row, index) in differences" :key="index"><b>{{ row.name }}</b> {{ row.text }}</li></ul>
+        <p class="quiet">Mean of the differences between runs of equal seeds, with its 95 % interval. One run counts as one sample.</p></section>
       <section class="card"><header><h3>settings that differ</h3></header>
         <p v-if="!Object.keys(compared.settings).length" class="quiet">All settings are the same.</p>
         <div v-else class="scroll"><table><thead><tr><th>setting</th><th v-for="run in compared.runs" :key="run.id">{{ run.name }}</th></tr></thead>
@@ -352,6 +355,13 @@ export default {
         if (this.page.twin && title === "loss") lines.push({ run: { id: this.page.id, twin: true }, name: "epoch_ended/val_loss", label: "twin: val_loss", color: PALETTE[7], dashed: true });
         return { title, lines, marks: title === "loss" || title === "metrics" ? marks : [] };
       }).filter((chart) => chart.lines.length);
+    },
+    differences() {
+      const found = this.compared?.over_seeds;
+      return [...(found?.paired ?? []), ...(found?.twins ?? [])].map((pair) => {
+        const interval = pair.interval ? `[${format(pair.interval.low)}, ${format(pair.interval.high)}]` : "(one seed gives no interval)";
+        return { name: `${pair.ours} − ${pair.theirs}`, text: `${format(pair.estimate)} ${interval} over ${pair.seeds.length} ${pair.seeds.length === 1 ? "seed" : "seeds"}` };
+      });
     },
     compareNames() {
       const kinds = [...new Set(this.compared.runs.map((run) => run.kind))];

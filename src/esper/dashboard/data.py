@@ -18,6 +18,7 @@ import msgspec
 
 from esper.files import printable
 from esper.runs.catalog import TWIN, Run, differing_settings, find_runs
+from esper.runs.compare import compare_runs
 from esper.runs.folder import kind_of
 from esper.runs.index import cache_folder, thinned
 
@@ -140,13 +141,16 @@ class Watcher:
         return twin
 
     def compare(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the settings in which runs differ, and the series that they share."""
+        """Return the settings in which runs differ, the series that they share, and the differences over seeds where there are several."""
         with self._lock:
             runs = {name: run for name in names if (run := self.run(name)) is not None}
             shared = [set(run.index.names()) for run in runs.values()]
             order = next(iter(runs.values())).index.names() if runs else []
+            kinds = {run.kind for run in runs.values()}
+            over_seeds = compare_runs([run.folder for run in runs.values()], cache=self._cache).as_dict() if len(kinds) == 1 else None
             found: dict[str, Any] = _clean(
                 {
+                    "over_seeds": over_seeds,
                     "runs": [{"id": name, **msgspec.to_builtins(run.summary())} for name, run in runs.items()],
                     "settings": differing_settings({name: _config(run) for name, run in runs.items()}),
                     "series": [label for label in order if all(label in names for names in shared)],
