@@ -39,7 +39,7 @@ from esper.runs.events import (
 )
 from esper.runs.sinks import Queued, Restartable, Sink
 
-FLUSH_EVERY_S = 1.0
+FLUSH_EVERY_S = 0.25  # a page that watches the run shows an event within a second
 HEARTBEAT_EVERY_S = 5.0  # the file is touched even if nothing happens, so that others see that the run is alive
 MAX_ERROR_CHARACTERS = 2000
 
@@ -47,9 +47,9 @@ MAX_ERROR_CHARACTERS = 2000
 class EventLog:
     """Writes the events of one process (one rank) of a run. All methods are thread-safe.
 
-    `emit` only puts the line into memory; a background thread writes the lines to the file every second. `flush(sync=True)` and `offset`
-    return when all lines are on disk. An event without a `step` of its own gets the step of `clock`; without a clock, it gets the step or
-    epoch of the latest event that had one. Sinks get every record through a bounded queue (`Queued`).
+    `emit` only puts the line into memory; a background thread writes the lines to the file four times a second. `flush(sync=True)` and
+    `offset` return when all lines are on disk. An event without a `step` of its own gets the step of `clock`; without a clock, it gets the
+    step or epoch of the latest event that had one. Sinks get every record through a bounded queue (`Queued`).
     """
 
     def __init__(self, path: Path | str, run: str, rank: int = 0, sinks: Iterable[Sink] = ()) -> None:
