@@ -204,6 +204,7 @@ def test_export_writes_the_numbers_of_all_runs_in_a_folder(runs: Path, tmp_path:
     assert_explains(["runs", "export", "runs", "--to", "all.txt"], "neither a .csv nor a .parquet file", capsys)
 
 
+@pytest.mark.slow
 def test_compare_prints_tables_and_json_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in range(2):
         made_ppo(tmp_path / "a" / f"seed-{seed}", [0.0, 1.0 + seed], seed=seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shlex
 import sys
@@ -19,6 +20,7 @@ from rich.text import Text
 
 from esper.cli.command import CommandError, CommandResult, how_to_resume
 from esper.cli.parse import parse
+from esper.cli.watch import STATE_STYLES, sparkline
 from esper.config import Config
 from esper.runs.catalog import LABELS, TWIN, Run, State, Summary, differing_settings, find_runs, label, open_run, remove_run, settings_of
 from esper.runs.compare import compare_runs, final_figures, settings_read, shown_setting, written
@@ -30,8 +32,6 @@ from esper.text_table import aligned, figure
 ROOT = Path("runs")  # folder of runs unless another one is named
 WIDE = 110  # columns of a terminal that shows everything about a run on one line
 BAR = 8  # characters of a bar
-_LEVELS = "▁▂▃▄▅▆▇█"
-_STYLES: dict[State, str] = {"running": "bold green", "finished": "", "stopped": "yellow", "dead": "bold red", "empty": "dim"}
 _Flag = tyro.conf.FlagCreatePairsOff[bool]
 _Run = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 _Runs = Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN")]
@@ -105,11 +105,11 @@ def _print_runs(summaries: Sequence[Summary], root: Path, now: float) -> None:
         if is_wide or name not in ("curve", "figure"):
             table.add_column(name, justify="right" if name in ("last", "best", "seen") else "left", no_wrap=name != "tags")
     for summary in summaries:
-        curve = [summary.figure, written(summary.last), written(summary.best), sparkline(summary.spark, console.encoding)]
+        curve = [summary.figure, written(summary.last), written(summary.best), _curve(summary.spark, console.encoding, 16)]
         cells = [
             Text(os.path.relpath(summary.folder, root) if Path(summary.folder) != root else summary.name),
             summary.kind,
-            Text(summary.state, style=_STYLES[summary.state]),
+            Text(summary.state, style=STATE_STYLES[summary.state]),
             progress_bar(summary.progress, console.encoding) if is_wide else _percent(summary.progress),
             *(curve if is_wide else curve[1:3]),
             age(now - summary.touched) if summary.touched else "-",
@@ -119,19 +119,9 @@ def _print_runs(summaries: Sequence[Summary], root: Path, now: float) -> None:
     console.print(table)
 
 
-def sparkline(values: Sequence[float], encoding: str = "utf-8", *, width: int = 16) -> str:
-    """Draw a curve in one line of text; empty where the terminal has no such characters.
-
-    >>> sparkline([0.0, 1.0, 2.0, 3.0]), sparkline([2.0, 2.0]), sparkline([1.0], "ascii")
-    ('▁▃▆█', '▁▁', '')
-    """
-    finite = [value for value in values if value - value == 0]
-    if not finite or not encoding.lower().startswith("utf"):
-        return ""
-    count = min(width, len(finite))
-    chosen = [finite[index * (len(finite) - 1) // max(count - 1, 1)] for index in range(count)]
-    low, high = min(chosen), max(chosen)
-    return "".join(_LEVELS[round((value - low) / (high - low) * (len(_LEVELS) - 1)) if high > low else 0] for value in chosen)
+def _curve(values: Sequence[float], encoding: str, width: int) -> str:
+    """Draw a curve in one line of text; empty where the terminal has no such characters."""
+    return sparkline([value for value in values if math.isfinite(value)], width) if encoding.lower().startswith("utf") else ""
 
 
 def progress_bar(share: float | None, encoding: str = "utf-8") -> str:
@@ -231,7 +221,7 @@ def _print_head(summary: Summary) -> None:
     if summary.started is not None:
         rows.append(["started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.started))])
     if summary.last is not None:
-        curve = sparkline(summary.spark, encoding, width=40)
+        curve = _curve(summary.spark, encoding, 40)
         rows.append([summary.figure, f"{written(summary.last)}, best {written(summary.best)}  {curve}"])
     rows += [["tags", ", ".join(summary.tags)]] if summary.tags else []
     rows += [["note", " ".join(summary.note.split())]] if summary.note else []
@@ -240,34 +230,20 @@ def _print_head(summary: Summary) -> None:
 
 def seeds_of(run: Run) -> list[SeedLife]:
     """Return the seeds of a growth run in the order in which they germinated."""
-    events = sorted(
-        (event for kind in ("stage_entered", "measured", "rolled_back") for event in run.index.events(kind)),
-        key=lambda event: float(event["time"]),
-    )
-    seeds: list[SeedLife] = []
-    last: dict[str, SeedLife] = {}  # by slot
-    for event in events:
-        if event["kind"] == "rolled_back":
-            for slot in event["embargoed"]:
-                if (seed := last.get(slot)) is not None and seed.outcome == "living":
-                    seed.outcome, seed.ended, seed.why = "rolled back", event["epoch"], event["reason"]
-            continue
-        slot = event["slot"]
-        if event["kind"] == "stage_entered" and event["stage"] == "GERMINATED":
-            last[slot] = SeedLife(len(seeds) + 1, slot, event["blueprint"], event["epoch"], "", None, "living", None, None, "")
-            seeds.append(last[slot])
-        seed = last.get(slot)
-        if seed is None or seed.outcome != "living":
-            continue  # an embargo is not part of a seed's life
-        if event["kind"] == "measured":
-            seed.cost_of_removal, seed.rent = event["gain"], event["rent"]
-            continue
+    from esper.dashboard.data import growth_story
+
+    story = growth_story(run)
+    rollbacks = {event["epoch"]: event["reason"] for event in story["rollbacks"]}
+    found = []
+    for seed in story["seeds"]:
+        stages, reasons = [step["stage"] for step in seed["stages"]], [step["reason"] for step in seed["stages"]]
         # The reason for withdrawing a seed is given when alpha begins to fall, not when the seed is removed at last.
-        is_withdrawn = (seed.stage, event["stage"]) == ("BLENDING", "PRUNED")
-        seed.stage, seed.why = event["stage"], seed.why if is_withdrawn and seed.why else event["reason"]
-        if outcome := {"FOSSILIZED": "kept", "PRUNED": "pruned"}.get(event["stage"]):
-            seed.outcome, seed.ended = outcome, event["epoch"]
-    return seeds
+        is_withdrawn = stages[-3:] == ["HOLDING", "BLENDING", "PRUNED"]
+        why = rollbacks.get(seed["ended"], "") if seed["outcome"] == "rolled back" else reasons[-2 if is_withdrawn else -1]
+        measured = seed["contributions"][-1] if seed["contributions"] else {}
+        known = {name: seed[name] for name in ("number", "slot", "blueprint", "born", "ended", "outcome")}
+        found.append(SeedLife(**known, stage=stages[-1], cost_of_removal=measured.get("gain"), rent=measured.get("rent"), why=why))
+    return found
 
 
 def _print_seeds(seeds: Sequence[SeedLife]) -> None:
