@@ -1,4 +1,7 @@
-"""`esper runs`, `esper compare` and `esper query`: list, show, compare, label, export and delete runs. None of them imports torch."""
+"""`esper runs`, `esper compare` and `esper query`: list, show, compare, label, export and delete runs. None of them imports torch.
+
+Modules that need numpy are imported where they are used, so that `--help` is shown at once.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import tyro
@@ -22,16 +25,17 @@ from esper.cli.command import CommandError, CommandResult, how_to_resume
 from esper.cli.parse import parse
 from esper.cli.watch import STATE_STYLES, sparkline
 from esper.config import Config
-from esper.runs.catalog import LABELS, TWIN, Run, State, Summary, differing_settings, find_runs, label, open_run, remove_run, settings_of
-from esper.runs.compare import compare_runs, final_figures, settings_read, shown_setting, written
 from esper.runs.folder import EVENTS, GROW, Kind, RunError
-from esper.runs.index import cache_folder
-from esper.runs.seeds import discard_without_runs
 from esper.text_table import aligned, figure
+
+if TYPE_CHECKING:
+    from esper.runs.catalog import Run, Summary
 
 ROOT = Path("runs")  # folder of runs unless another one is named
 WIDE = 110  # columns of a terminal that shows everything about a run on one line
 BAR = 8  # characters of a bar
+TWIN = "twin"  # folder of a growth run's twin, inside its own
+State = Literal["running", "finished", "stopped", "dead", "empty"]
 _Flag = tyro.conf.FlagCreatePairsOff[bool]
 _Run = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 _Runs = Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN")]
@@ -67,6 +71,9 @@ class LsArguments(Config):
 
 def run_ls(argv: list[str], prog: str) -> CommandResult:
     arguments = parse(LsArguments, argv, prog, description=LS_DESCRIPTION)
+    from esper.runs.catalog import find_runs
+    from esper.runs.index import cache_folder
+
     if not arguments.folder.is_dir():
         raise CommandError(
             f"there is no folder {arguments.folder}; name one with runs: {prog} FOLDER, or start a run: esper grow --task digits"
@@ -96,6 +103,8 @@ def _live_then_newest(summary: Summary) -> tuple[bool, float]:
 
 
 def _print_runs(summaries: Sequence[Summary], root: Path, now: float) -> None:
+    from esper.runs.compare import written
+
     console = Console(highlight=False)
     is_wide = console.width >= WIDE
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
@@ -183,6 +192,9 @@ class SeedLife(msgspec.Struct):
 
 def run_show(argv: list[str], prog: str) -> CommandResult:
     arguments = parse(ShowArguments, argv, prog, description=SHOW_DESCRIPTION)
+    from esper.runs.catalog import open_run, settings_of
+    from esper.runs.compare import final_figures, settings_read, written
+
     with _user_errors():
         run = open_run(arguments.run)
         config = settings_read(run)
@@ -211,6 +223,8 @@ def _setting(value: object) -> str:
 
 
 def _print_head(summary: Summary) -> None:
+    from esper.runs.compare import written
+
     now = time.time()
     rows = [["run", summary.folder], ["kind", summary.kind], ["state", f"{summary.state}, last sign of life {age(now - summary.touched)}"]]
     if summary.state == "empty":
@@ -303,6 +317,9 @@ class DiffArguments(Config):
 
 def run_diff(argv: list[str], prog: str) -> CommandResult:
     arguments = parse(DiffArguments, argv, prog, description=DIFF_DESCRIPTION)
+    from esper.runs.catalog import differing_settings, open_run
+    from esper.runs.compare import final_figures, settings_read, shown_setting, written
+
     with _user_errors():
         one, other = open_run(arguments.a), open_run(arguments.b)
         settings = differing_settings({"a": settings_read(one), "b": settings_read(other)})
@@ -329,7 +346,8 @@ def run_diff(argv: list[str], prog: str) -> CommandResult:
 # esper runs tag
 
 
-TAG_DESCRIPTION = f"""Adds and removes tags of a run, and sets its note; without any, shows them. They are in {LABELS} in the run's folder.
+TAG_DESCRIPTION = """Adds and removes tags of a run, and sets its note; without any, shows them. They are kept in labels.json
+in the run's folder.
 
   esper runs tag runs/first good baseline --note "first that learns"
   esper runs tag runs/first --remove baseline"""
@@ -348,6 +366,8 @@ class TagArguments(Config):
 
 def run_tag(argv: list[str], prog: str) -> CommandResult:
     arguments = parse(TagArguments, argv, prog, description=TAG_DESCRIPTION)
+    from esper.runs.catalog import label, open_run
+
     with _user_errors():
         if arguments.add or arguments.remove or arguments.note is not None:
             before = open_run(arguments.run).labels().tags
@@ -375,6 +395,9 @@ class RmArguments(Config):
 
 def run_rm(argv: list[str], prog: str) -> CommandResult:
     arguments = parse(RmArguments, argv, prog, description=RM_DESCRIPTION)
+    from esper.runs.catalog import remove_run
+    from esper.runs.seeds import discard_without_runs
+
     if not arguments.runs:
         raise CommandError(f"name the runs to delete: {prog} RUN...")
     folders = list(dict.fromkeys(arguments.runs))
@@ -395,6 +418,8 @@ def run_rm(argv: list[str], prog: str) -> CommandResult:
 
 def _check_removable(folder: Path) -> None:
     """Raise RunError unless the folder is a run that no process trains in."""
+    from esper.runs.catalog import find_runs, open_run
+
     inside = [run.folder for run in find_runs(folder)]
     if inside and inside != [folder]:
         raise RunError(f"{folder} is no run but holds {len(inside)}; name the ones to delete, such as {inside[0]}")
@@ -486,6 +511,8 @@ class CompareArguments(Config):
 
 def run_compare(argv: list[str], prog: str) -> CommandResult:
     arguments = parse(CompareArguments, argv, prog, description=COMPARE_DESCRIPTION)
+    from esper.runs.compare import compare_runs
+
     if not arguments.runs:
         raise CommandError(f"name the runs to compare: {prog} A B")
     with _user_errors():

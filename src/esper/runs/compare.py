@@ -23,12 +23,12 @@ from esper.intervals import Interval, student_interval
 from esper.runs.catalog import TWIN, Run, State, at_steps, differing_settings, find_runs, open_run, settings_of
 from esper.runs.folder import EVENTS, GROW, Kind, RunError, kind_of
 from esper.runs.index import Series, cache_folder
+from esper.runs.seeds import SEED_FOLDER
 from esper.text_table import aligned, did_you_mean
 
 SEED_SETTINGS = ("seed", "ppo.seed")  # the first that a run has is its seed
 NOT_COMPARED = frozenset({*SEED_SETTINGS, "twin", "tensorboard", "wandb"})  # settings that may differ within a group
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # told apart by colour-blind people too
-SEED_FOLDER = "seed-"  # begins the names of the folders that `--seeds` makes
 NONE = "-"
 
 

@@ -1,4 +1,4 @@
-"""Runs of one setting with several seeds, in one folder. Imports no torch.
+"""Runs of one setting with several seeds, in one folder. Imports neither torch nor numpy.
 
 runs/first/
     seeds.toml        the settings, and how many seeds
@@ -16,10 +16,10 @@ from typing import TypeVar
 
 from esper.config import Config, save
 from esper.files import make_folder, remove
-from esper.runs.compare import SEED_FOLDER
 from esper.runs.folder import RunError, check_is_free, remove_empty
 
 SEEDS = "seeds.toml"
+SEED_FOLDER = "seed-"  # begins the names of the folders of the runs
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
