@@ -129,7 +129,7 @@ class EventIndex:
             self._forget()
             self.generation += 1
         count, start = 0, self.offset
-        with _no_garbage_collection():
+        with no_garbage_collection():
             file.seek(self.offset)
             rest = b""
             while chunk := file.read(CHUNK):
@@ -302,7 +302,7 @@ class EventIndex:
 
 
 @contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Switch garbage collection off: reading makes millions of small objects that live on, and looking through them doubles the time."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 import os
 import re
 import tempfile
@@ -23,10 +24,10 @@ import msgspec
 from esper.runs.catalog import Run, open_run
 from esper.runs.compare import expand, seed_of, settings_read, short_names
 from esper.runs.folder import EVENTS, RunError
-from esper.runs.index import lines_of
+from esper.runs.index import lines_of, no_garbage_collection
 
 PLACE = ("run", "step", "time", "rank", "env")  # first columns of the table of a kind of event
-_NOT_FINITE = ("nan", "inf", "-inf")  # texts that stand for numbers
+_NOT_FINITE = frozenset({"nan", "inf", "-inf"})  # texts that stand for numbers
 _TYPES = {"BIGINT": "int64", "DOUBLE": "float64", "BOOLEAN": "bool", "VARCHAR": "string", "JSON": "string"}  # in SQL: in Parquet
 
 
@@ -105,36 +106,28 @@ def _events_of(run: Run) -> Iterator[dict[str, Any]]:
 
 def _table_of(events: list[dict[str, Any]]) -> Table:
     fields = dict.fromkeys(name for event in events for name in event if name not in (*PLACE, "kind"))
-    columns = {name: _type_of([event.get(name) for event in events]) for name in (*PLACE, *fields)}
-    return Table(columns, [tuple(_value(event.get(name), kind) for name, kind in columns.items()) for event in events])
+    types, columns = {}, []
+    for name in (*PLACE, *fields):
+        values = [event.get(name) for event in events]
+        types[name] = kind = _type_of(values)
+        columns.append([None if value is None else float(value) for value in values] if kind == "DOUBLE" else values)
+    return Table(types, list(zip(*columns, strict=True)))
 
 
-def _type_of(values: Iterable[Any]) -> str:
-    """Return the narrowest type of a column that holds all values."""
-    kinds = {_kind_of(value) for value in values if value is not None}
-    if len(kinds) == 1:
-        kind = kinds.pop()
-        return "DOUBLE" if kind == "NOT FINITE" else kind
-    if kinds <= {"BIGINT", "DOUBLE", "NOT FINITE"}:
+def _type_of(values: Sequence[Any]) -> str:
+    """Return the narrowest type of a column that holds all values. Texts that stand for numbers are numbers, unless there are others.
+
+    >>> _type_of([1, None]), _type_of([1, "nan"]), _type_of(["nan", "a"]), _type_of([True]), _type_of([[1]]), _type_of([2**64])
+    ('BIGINT', 'DOUBLE', 'VARCHAR', 'BOOLEAN', 'JSON', 'DOUBLE')
+    """
+    types = set(map(type, values)) - {type(None)}
+    if str in types and {value for value in values if isinstance(value, str)} <= _NOT_FINITE:
+        types = types - {str} | {float}
+    if types == {int} and all(value is None or -(2**63) <= value < 2**63 for value in values):
+        return "BIGINT"
+    if types and types <= {int, float}:
         return "DOUBLE"
-    return "VARCHAR" if kinds == {"VARCHAR", "NOT FINITE"} else "JSON"
-
-
-def _kind_of(value: Any) -> str:
-    match value:
-        case bool():
-            return "BOOLEAN"
-        case int():
-            return "BIGINT" if -(2**63) <= value < 2**63 else "DOUBLE"
-        case float():
-            return "DOUBLE"
-        case str():
-            return "NOT FINITE" if value in _NOT_FINITE else "VARCHAR"
-    return "JSON"
-
-
-def _value(value: Any, kind: str) -> Any:
-    return float(value) if kind == "DOUBLE" and value is not None else value
+    return {frozenset({str}): "VARCHAR", frozenset({bool}): "BOOLEAN"}.get(frozenset(types), "JSON")
 
 
 # Files
@@ -205,7 +198,8 @@ def query(sql: str, places: Iterable[Path | str]) -> Table:
             statements = duckdb.extract_statements(sql)
             if len(statements) != 1 or statements[0].type not in (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN):
                 raise RunError("a query is one select statement; runs are only read")
-            names = _create_tables(database, sql, runs)
+            with no_garbage_collection():
+                names = _create_tables(database, sql, runs)
             # From here on the statement sees nothing but these tables.
             database.execute("set enable_external_access = false")
             database.execute("set lock_configuration = true")
@@ -244,19 +238,24 @@ def _create(database: Any, name: str, table: Table) -> None:
     keys = [f"c{index}" for index in range(len(table.columns))]
     kinds = ", ".join(f"{key}: '{kind}'" for key, kind in zip(keys, table.columns.values(), strict=True))
     names = ", ".join(f"{key} as {_quoted(column)}" for key, column in zip(keys, _distinct(table.columns), strict=True))
+    # JSON has no NaN and no infinity: they are written as texts, which DuckDB turns into numbers again.
+    columns = [list(column) for column in zip(*table.rows, strict=True)]
+    for column, kind in zip(columns, table.columns.values(), strict=False):
+        if kind == "DOUBLE":
+            column[:] = [value if value is None or value - value == 0 else str(value) for value in column]
     encoder = msgspec.json.Encoder()
     with tempfile.TemporaryDirectory(prefix="esper-query-") as folder:
         path = Path(folder) / "rows.json"
         with open(path, "wb") as file:
-            for row in table.rows:
-                file.write(encoder.encode({key: _json_value(value) for key, value in zip(keys, row, strict=True)}) + b"\n")
+            for rows in _batches(zip(*columns, strict=True)):
+                file.write(encoder.encode_lines([dict(zip(keys, row, strict=True)) for row in rows]))
         source = f"read_json('{path}', format = 'newline_delimited', columns = {{{kinds}}})"
         database.execute(f"create table {_quoted(name)} as select {names} from {source}")
 
 
-def _json_value(value: Any) -> Any:
-    """Return numbers that JSON does not have as texts, which DuckDB turns into numbers again."""
-    return str(value) if isinstance(value, float) and value - value != 0 else value
+def _batches(rows: Iterator[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
+    while batch := list(itertools.islice(rows, 10_000)):
+        yield batch
 
 
 def _quoted(name: str) -> str:
