@@ -98,7 +98,7 @@ def test_a_run_is_trained_evaluated_and_evaluated_again(capsys: pytest.CaptureFi
     kinds = [record.kind for record in read(tmp_path / "run/events.jsonl")]
     assert kinds[:2] == ["header", "run_started"]
     assert kinds.count("update") == 10
-    assert kinds[-1] == "evaluated"
+    assert kinds[-2:] == ["evaluated", "run_ended"]
 
     assert main(["ppo", "eval", "run", "--episodes", "8", "--json"]) == 0
     again = last_line(capsys.readouterr().out)
