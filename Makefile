@@ -2,7 +2,7 @@
 # make check     format, lint, types, fast tests: the development loop
 # make lint      the same without tests
 # make test      all tests but those that need extras which .venv does not have at first
-# make test-all  these too: installs every extra into .venv and runs the tests with Lightning, transformers, peft, pyarrow, wandb, ONNX,
+# make test-all  these too: installs every extra into .venv and runs the tests with Lightning, transformers, peft, pyarrow, DuckDB, wandb, ONNX,
 #                sb3-contrib and MkDocs after `make test`
 # make docs      builds the documentation into build/docs, without network access; a broken link is an error
 # make clean     removes what tools leave behind, but neither .venv nor runs/
@@ -20,7 +20,7 @@ INSTALLED := .venv/.installed
 INSTALLED_ALL := .venv/.installed-all
 INSTALLED_DOCS := .venv/.installed-docs
 EXTRAS := numba,gym,tensorboard,league,dashboard,dev
-ALL_EXTRAS := $(EXTRAS),wandb,data,lightning,transformers,bench,interop,docs
+ALL_EXTRAS := $(EXTRAS),wandb,data,query,lightning,transformers,bench,interop,docs
 
 DEMO = --task digits --host starved --controller heuristic --twin --seed 0 --epochs 40 --learning-rate 0.01 --schedule cosine --threads 1 --device cpu
 
