@@ -28,7 +28,7 @@ from esper.league.training import load_player, play_against_bot, prepare_arena, 
 from esper.parallel import Ranks
 from esper.rl.checkpoints import open_store
 from esper.rl.events import Update
-from esper.rl.run_setup import CheckpointEvaluated, RunStarted
+from esper.rl.run_setup import CheckpointEvaluated, RunEnded, RunStarted
 from esper.runs import Event, Resumed, read
 from esper.runs.folder import EVENTS, RunError
 from esper.runs.tensors import split
@@ -71,10 +71,10 @@ def killed_after(updates: int) -> Callable[[], bool]:
 
 
 def reported(folder: Path) -> list[Event]:
-    """Everything but times and the starts of sessions."""
+    """Everything but times, and the starts and ends of sessions."""
     events = [record.event for record in read(folder / EVENTS)]
     timeless = dict.fromkeys(("steps_per_second", "collect_seconds", "update_seconds", "other_seconds", "env_seconds"), 0.0)
-    kept = [event for event in events if not isinstance(event, RunStarted | Resumed | CheckpointEvaluated)]
+    kept = [event for event in events if not isinstance(event, RunStarted | RunEnded | Resumed | CheckpointEvaluated)]
     return [msgspec.structs.replace(event, **timeless) if isinstance(event, Update) else event for event in kept]
 
 

@@ -144,6 +144,14 @@ def test_a_damaged_kept_index_is_made_again(damage: Any, tmp_path: Path, monkeyp
     assert index.series("update/loss").values.tolist() == [float(step) for step in range(50)]
 
 
+def test_a_run_that_is_removed_while_it_is_watched_has_no_events_any_more(tmp_path: Path) -> None:
+    index = write(tmp_path / "events.jsonl", [line(step=1, loss=0.5)])
+    index.refresh()
+    (tmp_path / "events.jsonl").unlink()
+    assert index.events("update") == []
+    assert index.series("update/loss").values.tolist() == [0.5], "what was read stays"
+
+
 def test_a_missing_log_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(EventError, match=r"nothing\.jsonl cannot be read"):
         EventIndex(tmp_path / "nothing.jsonl").refresh()

@@ -234,15 +234,21 @@ class EventIndex:
         return Series(np.empty(0, np.int64), np.empty(0), np.empty(0))
 
     def events(self, kind: str, *, start: int = 0) -> list[dict[str, Any]]:
-        """Return the events of one kind from number `start` on, with all of their fields. Reads their lines from the file."""
+        """Return the events of one kind from number `start` on, with all of their fields. Reads their lines from the file.
+
+        There are none any more if the file was removed, or cut by a resume since the last `refresh`.
+        """
         offsets = self._lines.get(kind)
         if offsets is None or start >= len(offsets):
             return []
         found = []
-        with open(self.path, "rb") as file:
-            for offset in offsets[start:]:
-                file.seek(offset)
-                found.append(self._decoder.decode(file.readline(MAX_LINE_BYTES)))
+        try:
+            with open(self.path, "rb") as file:
+                for offset in offsets[start:]:
+                    file.seek(offset)
+                    found.append(self._decoder.decode(file.readline(MAX_LINE_BYTES)))
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            return []
         return found
 
     # The kept index
