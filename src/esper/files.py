@@ -106,6 +106,11 @@ def _remove_temporary(temporary: Path) -> None:
         os.unlink(temporary)
 
 
+def user_cache() -> Path:
+    """Return the folder for files of esper that can be made again: $XDG_CACHE_HOME/esper, or ~/.cache/esper."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "esper"
+
+
 def make_folder(folder: Path) -> list[Path]:
     """Make a folder and its missing parents, on disk. Return the folders that this call made, innermost first.
 

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from esper.files import user_cache
+
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 # Allow reordered sums and fused multiply-add, so that loops vectorise. Do not let the compiler assume that numbers are finite.
@@ -68,8 +70,7 @@ def cache_folder(sources: tuple[Path, ...]) -> Path:
     for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     name, stem = f"{sources[0].stem}-numba-{digest.hexdigest()[:16]}", f"{sources[0].stem}-numba-"
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    for parent in (sources[0].parent / "__pycache__", user_cache / "esper"):
+    for parent in (sources[0].parent / "__pycache__", user_cache()):
         try:
             (parent / name).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=parent / name):

@@ -8,15 +8,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from esper.cli import runs as cli_runs
 from esper.cli.main import main
 from esper.cli.runs import seeds_of
 from esper.growth.events import Measured, RolledBack, StageEntered
-from esper.runs import EventLog, catalog, open_run
+from esper.runs import EventLog, open_run
 from esper.runs.folder import EVENTS, locked
 from tests.commands import Terminal, assert_explains, last_line
 from tests.runs.made import made_growth, made_ppo
@@ -51,11 +49,6 @@ def test_live_runs_are_listed_first_then_the_newest(runs: Path, capsys: pytest.C
     assert [run["state"] for run in last_line(out)["runs"]] == ["running", "finished", "dead"]
     growth = next(" ".join(line.split()) for line in out.splitlines() if line.startswith("group/grown"))
     assert growth.startswith("group/grown growth finished ████████ 100% validation loss 0.75 0.5 █▁▅")
-
-
-def test_the_states_to_filter_by_are_those_of_runs() -> None:
-    assert get_args(cli_runs.State) == get_args(catalog.State)
-    assert cli_runs.TWIN == catalog.TWIN
 
 
 def test_filters_choose_runs_by_kind_state_and_tag(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

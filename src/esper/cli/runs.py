@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import tyro
@@ -25,7 +25,7 @@ from esper.cli.command import CommandError, CommandResult, how_to_resume
 from esper.cli.parse import parse
 from esper.cli.watch import STATE_STYLES, sparkline
 from esper.config import Config
-from esper.runs.folder import EVENTS, GROW, Kind, RunError
+from esper.runs.folder import EVENTS, GROW, TWIN, Kind, RunError, State
 from esper.text_table import aligned, figure
 
 if TYPE_CHECKING:
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 ROOT = Path("runs")  # folder of runs unless another one is named
 WIDE = 110  # columns of a terminal that shows everything about a run on one line
 BAR = 8  # characters of a bar
-TWIN = "twin"  # folder of a growth run's twin, inside its own
-State = Literal["running", "finished", "stopped", "dead", "empty"]
 _Flag = tyro.conf.FlagCreatePairsOff[bool]
 _Run = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 _Runs = Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN")]
@@ -71,14 +69,14 @@ class LsArguments(Config):
 
 def run_ls(argv: list[str], prog: str) -> CommandResult:
     arguments = parse(LsArguments, argv, prog, description=LS_DESCRIPTION)
+    from esper.files import user_cache
     from esper.runs.catalog import find_runs
-    from esper.runs.index import cache_folder
 
     if not arguments.folder.is_dir():
         raise CommandError(
             f"there is no folder {arguments.folder}; name one with runs: {prog} FOLDER, or start a run: esper grow --task digits"
         )
-    found, now = find_runs(arguments.folder, cache=cache_folder()), time.time()
+    found, now = find_runs(arguments.folder, cache=user_cache()), time.time()
     summaries = []
     for run in found:
         run.refresh()

@@ -394,11 +394,9 @@ export default {
       }
       if (this.route.page === "run") {
         const id = this.route.id;
-        if (!this.known) await this.json("/api/overview"), (this.known = true);
         const page = await this.json(`/api/runs/${id}`);
         if (this.route.id === id && JSON.stringify(without(page)) !== JSON.stringify(without(this.page))) this.page = page;
       } else if (!this.compared || performance.now() - (this.asked ?? -Infinity) > OVERVIEW_MS) {
-        if (!this.known) await this.json("/api/overview"), (this.known = true);
         const found = await this.json(`/api/compare?runs=${this.route.ids.join(",")}`);
         if (JSON.stringify(found) !== JSON.stringify(this.compared)) this.compared = found;
         this.asked = performance.now();

@@ -11,16 +11,17 @@ import os
 import threading
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from esper.files import printable
-from esper.runs.catalog import TWIN, Run, differing_settings, find_runs
-from esper.runs.compare import compare_runs
-from esper.runs.folder import kind_of
-from esper.runs.index import cache_folder, thinned
+from esper.files import printable, user_cache
+from esper.runs.catalog import Run, differing_settings, find_runs
+from esper.runs.compare import compare_opened
+from esper.runs.folder import TWIN, kind_of
+from esper.runs.index import thinned
 
 POINTS = 2000  # of one series, at most
 SEARCH_EVERY_S = 2.0  # for new run folders
@@ -32,9 +33,10 @@ class Watcher:
 
     def __init__(self, root: Path | str, *, cache: Path | None = None) -> None:
         self.root = Path(root)
-        self._cache = cache_folder() if cache is None else cache
+        self._cache = user_cache() if cache is None else cache
         self._runs: dict[str, Run] = {}  # by their names in addresses
         self._twins: dict[Path, Run] = {}  # by folder
+        self._stories: dict[Path, tuple[list[tuple[int, int]], dict[str, Any]]] = {}  # by folder: how far the logs were read, and the story
         self._lock = threading.RLock()
         self._searched = -math.inf
         self.loading = 1.0  # share of the logs that has been read
@@ -45,9 +47,11 @@ class Watcher:
             if time.monotonic() - self._searched >= SEARCH_EVERY_S:
                 self._search()
             for number, run in enumerate(self._runs.values()):
-                self.loading = number / len(self._runs)
-                run.refresh()
+                run.refresh(partial(self._note_progress, number))
             self.loading = 1.0
+
+    def _note_progress(self, number: int, share: float) -> None:
+        self.loading = (number + share) / len(self._runs)
 
     def _search(self) -> None:
         found = {name_in_address(run.folder): run for run in find_runs(self.root, cache=self._cache)}
@@ -57,6 +61,8 @@ class Watcher:
     def run(self, name: str) -> Run | None:
         """Return the run of this name in addresses, with its newest events; None if there is none (any more)."""
         with self._lock:
+            if name not in self._runs and time.monotonic() - self._searched >= SEARCH_EVERY_S:
+                self._search()
             run = self._runs.get(name)
             if run is not None:
                 run.refresh()
@@ -90,8 +96,9 @@ class Watcher:
                 "now": time.time(),
             }
             if run.kind == "growth":
-                page["growth"] = growth_story(run)
-                page["twin"] = TWIN if kind_of(run.folder / TWIN) == "growth" else None
+                twin = self._twin(run)
+                page["growth"] = self._story(run, twin)
+                page["twin"] = None if twin is None else TWIN
             else:
                 page["health"] = health(run)
             if run.kind == "controller":
@@ -140,6 +147,14 @@ class Watcher:
             twin.refresh()
         return twin
 
+    def _story(self, run: Run, twin: Run | None) -> dict[str, Any]:
+        """Return the story of a growth run; the one of before if neither log has grown since."""
+        mark = [(each.index.generation, each.index.offset) for each in (run, twin) if each is not None]
+        before = self._stories.get(run.folder)
+        if before is None or before[0] != mark:
+            before = self._stories[run.folder] = mark, growth_story(run, twin)
+        return before[1]
+
     def compare(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the settings in which runs differ, the series that they share, and the differences over seeds where there are several."""
         with self._lock:
@@ -147,7 +162,7 @@ class Watcher:
             shared = [set(run.index.names()) for run in runs.values()]
             order = next(iter(runs.values())).index.names() if runs else []
             kinds = {run.kind for run in runs.values()}
-            over_seeds = compare_runs([run.folder for run in runs.values()], cache=self._cache).as_dict() if len(kinds) == 1 else None
+            over_seeds = compare_opened(list(runs.values()), cache=self._cache).as_dict() if len(kinds) == 1 else None
             found: dict[str, Any] = _clean(
                 {
                     "over_seeds": over_seeds,
@@ -201,12 +216,12 @@ def _without_stamp(event: dict[str, Any]) -> dict[str, Any]:
 # Growth
 
 
-def growth_story(run: Run) -> dict[str, Any]:
+def growth_story(run: Run, twin: Run | None = None) -> dict[str, Any]:
     """Return the life of every seed, the slots as they are now, the marks for charts, and what the controller and the governor did."""
     index = run.index
     started = (index.events("growth_started") or [{}])[-1]
     epochs = index.events("epoch_ended")
-    seeds = _seeds(run)
+    seeds = _seeds(run, epochs)
     last = {view["slot"]: view for view in epochs[-1]["slots"]} if epochs else {}
     slots = [{"slot": slot, **last.get(slot, {"stage": "DORMANT", "blueprint": None, "alpha": 0.0})} for slot in started.get("slots", [])]
     marks = [
@@ -229,7 +244,7 @@ def growth_story(run: Run) -> dict[str, Any]:
         "probe": {"epoch": probes[-1]["epoch"], "estimates": probes[-1]["promises"]} if probes else None,
         "decisions": [{"epoch": event["epoch"], "text": event["decision"]} for event in epochs if event["decision"]][-100:],
         "tested": _last(run, "final_test"),
-        "compared": _twin_compared(run),
+        "compared": None if twin is None else _last(twin, "twin_compared"),
         "finished": _last(run, "growth_finished"),
     }
 
@@ -239,24 +254,14 @@ def _last(run: Run, kind: str) -> dict[str, Any] | None:
     return _without_stamp(found[-1]) if found else None
 
 
-def _twin_compared(run: Run) -> dict[str, Any] | None:
-    """Return the comparison with the twin, which is in the twin's log."""
-    folder = run.folder / TWIN
-    if kind_of(folder) != "growth":
-        return None
-    twin = Run(folder, "growth")
-    twin.refresh()
-    return _last(twin, "twin_compared")
-
-
-def _seeds(run: Run) -> list[dict[str, Any]]:
+def _seeds(run: Run, epochs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return every seed with the stages it went through, its outcome, its last measured contribution and the reasons."""
     seeds: list[dict[str, Any]] = []
     current: dict[str, dict[str, Any]] = {}  # the seed in each slot
     lines = [
         *run.index.events("stage_entered"),
         *run.index.events("measured"),
-        *run.index.events("epoch_ended"),
+        *epochs,
         *run.index.events("rolled_back"),
     ]
     for event in sorted(lines, key=lambda event: event["time"]):

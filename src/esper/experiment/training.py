@@ -40,12 +40,12 @@ from esper.growth.events import FinalTest, TwinCompared
 from esper.growth.host.saving import load as load_grown
 from esper.growth.host.slotted import add_slots
 from esper.growth.lifecycle.stages import Controller
-from esper.growth.report.html import REPORT, TWIN, write_report
+from esper.growth.report.html import REPORT, write_report
 from esper.growth.report.story import Story, read_story
 from esper.growth.run import MODEL, open_run
 from esper.growth.training_loop import move
 from esper.runs import Sink, check_installed, sinks_in
-from esper.runs.folder import CONFIG, EVENTS, GROW, RunError, default_folder, remove_empty
+from esper.runs.folder import CONFIG, EVENTS, GROW, TWIN, RunError, default_folder, remove_empty
 from esper.statistics import student_interval
 
 COPY = "controller.safetensors"  # the run's own copy of the file of its controller

@@ -15,24 +15,21 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from esper.files import MAX_CONFIG_BYTES, parse_toml, read_file, write_file
+from esper.files import MAX_CONFIG_BYTES, parse_toml, read_file, user_cache, write_file
 from esper.runs.events import EventError
-from esper.runs.folder import CONFIG, EVENTS, GROW, Kind, RunError, kind_of, locked
-from esper.runs.index import EventIndex, Series, cache_folder, thinned
+from esper.runs.folder import CONFIG, EVENTS, GROW, TWIN, Kind, RunError, State, kind_of, locked
+from esper.runs.index import EventIndex, Series, thinned
 
 LABELS = "labels.json"
 DEAD_AFTER_S = 30.0
 SPARK = 40  # points of the small curve in a table
-TWIN = "twin"  # the folder of a growth run's twin, inside its own
-
-State = Literal["running", "finished", "stopped", "dead", "empty"]
 
 
 class Figure(msgspec.Struct, frozen=True):
@@ -89,10 +86,10 @@ class Run:
     def name(self) -> str:
         return self.folder.name
 
-    def refresh(self) -> int:
+    def refresh(self, on_progress: Callable[[float], None] = lambda share: None) -> int:
         """Read new events; see `EventIndex.refresh`. A run that has not written any has none."""
         try:
-            return self.index.refresh()
+            return self.index.refresh(on_progress)
         except EventError:
             return 0
 
@@ -195,7 +192,7 @@ def open_run(folder: Path | str, *, cache: Path | None = None) -> Run:
     kind = kind_of(folder)
     if kind is None:
         raise RunError(f"there is no run in {folder}; list the runs with: esper runs ls {folder}")
-    run = Run(folder, kind, cache=cache_folder() if cache is None else cache)
+    run = Run(folder, kind, cache=user_cache() if cache is None else cache)
     run.refresh()
     return run
 

@@ -19,10 +19,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from esper.files import user_cache
 from esper.intervals import Interval, student_interval
-from esper.runs.catalog import TWIN, Run, State, at_steps, differing_settings, find_runs, open_run, settings_of
-from esper.runs.folder import EVENTS, GROW, Kind, RunError, kind_of
-from esper.runs.index import Series, cache_folder
+from esper.runs.catalog import Run, at_steps, differing_settings, find_runs, open_run, settings_of
+from esper.runs.folder import EVENTS, GROW, TWIN, Kind, RunError, State, kind_of
+from esper.runs.index import Series
 from esper.runs.seeds import SEED_FOLDER
 from esper.text_table import aligned, did_you_mean
 
@@ -249,7 +250,11 @@ def compare_runs(places: Iterable[Path | str], *, figure: str | None = None, cac
     A place is a run, or a folder with runs. `figure` is the name of a final figure or of a series, such as update/total_kl. If not all runs
     have ended, they are compared at the last step that all have reached. `cache` is the folder for indices of large runs.
     """
-    runs = [open_run(folder, cache=cache or cache_folder()) for folder in expand(places)]
+    return compare_opened([open_run(folder, cache=cache or user_cache()) for folder in expand(places)], figure=figure, cache=cache)
+
+
+def compare_opened(runs: Sequence[Run], *, figure: str | None = None, cache: Path | None = None) -> Comparison:
+    """Compare runs whose events have been read; see `compare_runs`."""
     if not runs:
         raise RunError("name the runs to compare")
     chosen, names = find_figure(runs, figure), short_names([run.folder for run in runs])
@@ -287,7 +292,7 @@ def _common_step(runs: Sequence[Run], figure: FinalFigure) -> int | None:
 def _compared(name: str, run: Run, figure: FinalFigure, step: int | None, seed: int | None, cache: Path | None) -> ComparedRun:
     twin = None
     if run.kind == "growth" and (run.folder / TWIN / EVENTS).is_file():
-        twin = open_run(run.folder / TWIN, cache=cache or cache_folder())
+        twin = open_run(run.folder / TWIN, cache=cache or user_cache())
     return ComparedRun(
         name=name,
         folder=run.folder,

@@ -21,9 +21,11 @@ from typing import Literal
 from esper.files import MAX_CONFIG_BYTES, make_folder, parse_toml, read_file, remove, remove_temporaries
 
 CONFIG, EVENTS, CHECKPOINTS, LOCK = "config.toml", "events.jsonl", "checkpoints", ".lock"
+TWIN = "twin"  # the folder of a growth run's twin, inside its own
 GROW = "grow.toml"  # all settings of an `esper grow` run; its config.toml holds only those about growing
 
 Kind = Literal["ppo", "growth", "controller", "arena"]
+State = Literal["running", "finished", "stopped", "dead", "empty"]
 # Kind of run -> (its name in messages, the key that only configs of this kind have).
 _KINDS: dict[Kind, tuple[str, str]] = {
     "ppo": ("a ppo run", "env"),

@@ -431,11 +431,6 @@ def thinned(series: Series, most: int = 2000) -> Series:
     return Series(*(column[chosen] for column in series))
 
 
-def cache_folder() -> Path:
-    """Return the folder for kept indices: $XDG_CACHE_HOME/esper, or ~/.cache/esper."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "esper"
-
-
 def lines_of(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a log as dicts, one after another, without an index. Lines that cannot be read are left out."""
     decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder()

@@ -21,7 +21,7 @@ from esper.growth.lifecycle.ledger import ANALYTICS_HEADING, LEDGER_HEADING, Row
 from esper.growth.lifecycle.stages import Stage
 from esper.growth.report import summary
 from esper.growth.report.story import Remark, Story, read_story
-from esper.runs.folder import CONFIG, EVENTS, RunError
+from esper.runs.folder import CONFIG, EVENTS, TWIN, RunError
 from esper.text_table import figure
 
 # Names of the CSS variables. matplotlib draws with placeholder colours, which are replaced by the variables in its output.
@@ -195,7 +195,6 @@ def _svg_of(chart: Any) -> str:
 
 
 REPORT = "report.html"
-TWIN = "twin"  # subfolder of the run with the same training without growth
 CONFIGS = ("grow.toml", CONFIG)  # the first existing one is shown as the configuration
 
 STYLE = """
