@@ -26,9 +26,10 @@ from esper.rl import RunError, TrainConfig, load_policy, train_run, training
 from esper.rl.checkpoints import KIND, open_store
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.evaluate import PolicyEvaluation
-from esper.rl.events import Update, Warned
+from esper.rl.events import Update
 from esper.rl.run_setup import Evaluated
 from esper.runs import Checkpoint, CheckpointRefused, CheckpointStore, EventRecord, SinkFailed, Tree, read
+from esper.runs.anomalies import Anomaly
 from esper.runs.folder import CHECKPOINTS
 from esper.vecenv import make
 from tests.commands import (
@@ -191,14 +192,14 @@ def test_tensorboard_gets_the_updates_and_every_evaluation(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_warning_thresholds_come_from_the_command_line_or_a_file_and_may_change_on_resume(tmp_path: Path) -> None:
     (tmp_path / "alarms.toml").write_text("[ppo.thresholds]\nratio_explosion = 0.5\n")
-    assert train("run", 1, "--config", "alarms.toml", "--value-collapse", "1e9") == 0
-    warned = {record.event.diagnostic: record.event for record in read("run/events.jsonl") if isinstance(record.event, Warned)}
-    assert warned["ratio_explosion"].threshold == 0.5 < warned["ratio_explosion"].value
-    assert warned["value_collapse"].threshold == 1e9
-    resume = ["ppo", "train", "--resume", "--run", "run", "--total-steps", str(2 * UPDATE_STEPS)]
+    assert train("run", 3, "--config", "alarms.toml", "--value-collapse", "1e9") == 0
+    warned = {record.event.what: record.event for record in read("run/events.jsonl") if isinstance(record.event, Anomaly)}
+    assert warned["ratio_explosion"].limit == 0.5 < warned["ratio_explosion"].value
+    assert warned["value_collapse"].limit == 1e9
+    resume = ["ppo", "train", "--resume", "--run", "run", "--total-steps", str(6 * UPDATE_STEPS)]
     assert main([*resume, "--ratio-explosion", "10", "--value-collapse", "0"]) == 0
-    last = [record.event for record in read("run/events.jsonl") if isinstance(record.event, Warned) and record.step == 2 * UPDATE_STEPS]
-    assert last == []
+    ended = {record.event.what for record in read("run/events.jsonl") if isinstance(record.event, Anomaly) and record.event.has_ended}
+    assert ended == {"ratio_explosion", "value_collapse"}
 
 
 @pytest.mark.parametrize("is_asked", [True, False])

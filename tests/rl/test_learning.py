@@ -12,11 +12,12 @@ from esper.rl.batch import pack, prepare
 from esper.rl.collector import Staging
 from esper.rl.config import NetworkConfig, PPOConfig, ThresholdsConfig
 from esper.rl.distributions import ActionEvaluation
-from esper.rl.events import Skipped, Warned
+from esper.rl.events import Skipped
 from esper.rl.learner import learning_rate_at
 from esper.rl.loss import Coefficients, Counts, Samples, normalize_advantages, ppo_loss
 from esper.rl.ppo import PPO, TrainingStopped
 from esper.rl.run_config import TrainConfig
+from esper.runs.anomalies import Anomaly
 from esper.vecenv import ActionSpec, Continuous, Discrete, Relevance
 from tests.rl.counting import Counting, weights
 
@@ -439,13 +440,13 @@ def test_a_mask_that_allows_nothing_is_an_error_naming_environment_and_head():
 # Diagnostics: each is provoked in a training, warned of, and not warned of where nothing is wrong.
 
 
-def warned_by(ppo: PPO, updates: int = 1) -> dict[str, list[Warned]]:
-    """The warnings of a training by the name of the diagnostic."""
-    events: list[Warned] = []
-    ppo.on_event = lambda event: events.append(event) if isinstance(event, Warned) else None
+def warned_by(ppo: PPO, updates: int = 1) -> dict[str, list[Anomaly]]:
+    """The anomalies of a training by kind."""
+    events: list[Anomaly] = []
+    ppo.on_event = lambda event: events.append(event) if isinstance(event, Anomaly) else None
     for _ in ppo.train(total_steps=ppo.step + updates * ppo.steps_per_update):
         pass
-    return {name: [event for event in events if event.diagnostic == name] for name in {event.diagnostic for event in events}}
+    return {name: [event for event in events if event.what == name] for name in {event.what for event in events}}
 
 
 def last_layer(module: torch.nn.Module) -> torch.nn.Linear:
@@ -459,7 +460,7 @@ def test_a_healthy_update_warns_of_nothing():
 def test_an_exploding_ratio_is_warned_of():
     env = Counting(spec=ActionSpec((Discrete("action", 40),)))  # where all are equally likely, a ratio can reach 40
     (warned,) = warned_by(PPO(env, config(learning_rate=3.0, num_epochs=4)))["ratio_explosion"]
-    assert warned.value > warned.threshold == ThresholdsConfig().ratio_explosion
+    assert warned.value > warned.limit == ThresholdsConfig().ratio_explosion
 
 
 def test_a_collapsed_entropy_is_warned_of_with_its_head():
@@ -467,15 +468,16 @@ def test_a_collapsed_entropy_is_warned_of_with_its_head():
     with torch.no_grad():
         last_layer(ppo.policy.actor).bias.copy_(torch.tensor([20.0, -20.0]))
     (warned,) = warned_by(ppo)["entropy_collapse"]
-    assert (warned.subject, warned.threshold) == ("action", ThresholdsConfig().entropy_collapse)
-    assert 0 <= warned.value < warned.threshold
+    assert (warned.subject, warned.limit) == ("action", ThresholdsConfig().entropy_collapse)
+    assert 0 <= warned.value < warned.limit
 
 
 def test_values_that_are_all_the_same_are_a_collapse():
     ppo = PPO(Counting(), config())
     with torch.no_grad():
         last_layer(ppo.policy.critic).weight.zero_()
-    (warned,) = warned_by(ppo)["value_collapse"]
+    last_layer(ppo.policy.critic).weight.register_hook(torch.zeros_like)
+    (warned,) = warned_by(ppo, updates=3)["value_collapse"]
     assert warned.value == pytest.approx(0.0, abs=1e-6)
 
 
@@ -484,8 +486,8 @@ def test_values_that_are_worse_than_a_constant_explain_less_than_nothing():
     ppo = PPO(Counting(truncates=False), config(gae_lambda=1.0, normalize_values=False))
     with torch.no_grad():
         last_layer(ppo.policy.critic).weight.mul_(100.0)
-    (warned,) = warned_by(ppo)["low_explained_variance"]
-    assert warned.value < warned.threshold == ThresholdsConfig().low_explained_variance
+    (warned,) = warned_by(ppo, updates=5)["low_explained_variance"]
+    assert warned.value < warned.limit == ThresholdsConfig().low_explained_variance
 
 
 def test_exploding_gradients_are_warned_of_with_their_part_and_health():
@@ -494,7 +496,7 @@ def test_exploding_gradients_are_warned_of_with_their_part_and_health():
         last_layer(ppo.policy.critic).weight.mul_(1e6)
     warned = {event.subject: event for event in warned_by(ppo)["gradient_health"]}
     assert "critic.0" in warned
-    assert all(0 <= event.value < event.threshold for event in warned.values())
+    assert all(0 <= event.value < event.limit for event in warned.values())
 
 
 def test_vanished_gradients_are_warned_of_where_the_threshold_asks_for_it():

@@ -102,7 +102,7 @@ def doubled(rollout: Rollout, envs: slice) -> Rollout:
 
 
 def learn(name: str, envs: slice, rng, group: Group) -> dict:
-    """Everything that one update leaves behind."""
+    """Everything that one update leaves behind, except the diagnostics that are those of one rank."""
     policy, rollout = start(name)
     rows = doubled(rollout, envs)
     learner = Learner(policy, CONFIGS[name], num_envs=rows.rewards.shape[1], rng=rng, on_compile_failure=lambda error: None, group=group)
@@ -112,7 +112,7 @@ def learn(name: str, envs: slice, rng, group: Group) -> dict:
         "policy": policy.state_dict(),
         "moments": policy.training_state(),
         "rewards": rewards,
-        "outcome": dataclasses.asdict(outcome),
+        "outcome": {name: value for name, value in dataclasses.asdict(outcome).items() if name not in ("hidden_state", "inputs")},
     }
 
 

@@ -58,7 +58,8 @@ class ArenaProgress(ppo_progress.PPOProgress):
     @property
     def updates(self) -> str:
         assert self.started is not None
-        assert self.update is not None
+        if self.update is None:  # no update is over, or the telemetry is off
+            return "some updates"
         return f"update {self.update.update:,}/{-(-self.started.total_steps // self.started.steps_per_update):,}"
 
     @property
@@ -107,7 +108,7 @@ class ArenaProgress(ppo_progress.PPOProgress):
     @property
     def entropy(self) -> str:
         assert self.update is not None
-        return " ".join(f"{head} {value:.2f}" for head, value in self.update.entropy.items())
+        return " ".join(f"{head} {value:.2f}" for head, value in self.update.entropy.items()) or "–"
 
     @property
     def variance(self) -> str:
@@ -115,8 +116,9 @@ class ArenaProgress(ppo_progress.PPOProgress):
         return f"explained variance {self.update.explained_variance:.2f}"
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures for `--json`, after at least one update."""
-        assert self.update is not None
+        """Return the figures for `--json`; none before the first update, or if the telemetry is off."""
+        if self.update is None:
+            return {}
         learner = {name: getattr(self.update, name) for name in ("entropy", "explained_variance", "clip_fraction", "learning_rate")}
         scores = {name: {"score": score, "battles": count} for name, (score, count) in self.scores.items()}
         return {"updates": self.update.update, "steps_per_second": self.rate.value, "recently": scores, "members": self.members, **learner}

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from esper.cli.arena_battles import memory_errors
-from esper.cli.command import OK, CommandError, CommandResult, failures, how_to_resume, in_group, show_plan
+from esper.cli.command import OK, CommandError, CommandResult, failures, how_to_resume, in_group, print_profile, show_plan
 from esper.cli.parse import parse, saved_config, settings_of, short_names, take_option, train_defaults
-from esper.config import PositiveFloat, describe
+from esper.config import NonNegativeInt, PositiveFloat, describe
 from esper.league.config import ArenaTrainConfig
 from esper.runs.signals import StopSignals
 from esper.text_table import did_you_mean
@@ -41,6 +41,8 @@ class ArenaArguments(ArenaTrainConfig):
     minutes: PositiveFloat | None = None
     """stop after this time, with a checkpoint and a last evaluation. Learning rate and entropy follow --total-steps: set it to what the
     time allows, else they end high"""
+    profile: NonNegativeInt = 0
+    """profile this many updates after a warm-up: a trace in the run folder and a table of the shares of time; 0: none"""
     dry_run: _Flag = False
     """say what would be done, and touch nothing"""
 
@@ -150,6 +152,7 @@ def _train(config: ArenaTrainConfig, arguments: ArenaArguments, group: Group) ->
         "sinks": [progress_sink(ArenaProgress(_members(folder) if arguments.resume else (), ends_at=ends_at))],
         "should_stop": lambda: stop.was_asked() or (ends_at is not None and time.monotonic() >= ends_at),
         "group": group,
+        "profile": arguments.profile,
     }
     with failures(folder, "arena train", FloatingPointError, LeagueError), stop:
         result = train_arena(config, folder, resume=arguments.resume, **options)
@@ -158,6 +161,7 @@ def _train(config: ArenaTrainConfig, arguments: ArenaArguments, group: Group) ->
         progress = group.first(lambda: read_progress(folder))
     record = None if evaluation is None else _record(evaluation)
     _print_summary(result, record, progress, config, ended_by_clock=ended_by_clock)
+    print_profile(result.profile)
     is_interrupted = result.status == "stopped" and not ended_by_clock
     return CommandResult(_as_json(result, record, progress, config), stop.exit_code if is_interrupted else OK)
 

@@ -55,6 +55,12 @@ class CommandError(Exception):
         self.exit_code, self.is_printed = exit_code, is_printed
 
 
+def print_profile(table: str | None) -> None:
+    """Print the shares of time of a run, if it was profiled."""
+    if table is not None:
+        print(f"\n{table}")
+
+
 def code_of(error: OSError) -> int:
     """Return the exit code of a file error: FAILED for a full or broken disk, USAGE for a name or folder that cannot be used."""
     return USAGE if error.errno in _MISTAKES or error.errno is None else FAILED

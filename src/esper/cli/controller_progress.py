@@ -61,7 +61,8 @@ class ControllerProgress(ppo_progress.PPOProgress):
     @property
     def rounds(self) -> str:
         assert self.started is not None
-        assert self.update is not None
+        if self.update is None:  # no round is over, or the telemetry is off
+            return "some rounds"
         return f"round {self.update.update}/{-(-self.started.total_steps // self.started.steps_per_update)}"
 
     @property
@@ -103,11 +104,12 @@ class ControllerProgress(ppo_progress.PPOProgress):
     def entropy(self) -> str:
         """Return the entropy of each head; a dash if there was nothing to choose."""
         assert self.update is not None
-        return " ".join(f"{head} {value:.2f}" if value else f"{head} –" for head, value in self.update.entropy.items())
+        return " ".join(f"{head} {value:.2f}" if value else f"{head} –" for head, value in self.update.entropy.items()) or "–"
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures for `--json`, after at least one round."""
-        assert self.update is not None
+        """Return the figures for `--json`; none before the first round, or if the telemetry is off."""
+        if self.update is None:
+            return {}
         learner = {name: getattr(self.update, name) for name in ("entropy", "explained_variance", "clip_fraction")}
         speed = {"decisions_per_second": self.rate.value, "samples_per_second": self.samples_per_second}
         recordings = sum(end.recordings for end in self._ended)

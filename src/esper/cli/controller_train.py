@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from esper.cli.command import CommandResult, failures, how_to_resume, in_group, show_plan
+from esper.cli.command import CommandResult, failures, how_to_resume, in_group, print_profile, show_plan
 from esper.cli.parse import gather_option, parse, saved_config, settings_of, train_defaults
+from esper.config import NonNegativeInt
 from esper.controller.config import ControllerConfig
 from esper.runs.signals import StopSignals
 
@@ -30,6 +31,8 @@ class ControllerArguments(ControllerConfig):
     """TOML file with values for any of these options"""
     resume: _Flag = False
     """go on with the run in --run, as it was configured; --rounds may ask for more"""
+    profile: NonNegativeInt = 0
+    """profile this many updates after a warm-up: a trace in the run folder and a table of the shares of time; 0: none"""
     dry_run: _Flag = False
     """say what would be done, and touch nothing"""
 
@@ -111,12 +114,14 @@ def _train(config: ControllerConfig, arguments: ControllerArguments, group: Grou
         "sinks": [progress_sink(ControllerProgress())],
         "should_stop": stop.was_asked,
         "group": group,
+        "profile": arguments.profile,
     }
     with failures(folder, "controller train", FloatingPointError, FleetError, GrowthError), stop:
         result = train_controller(config, folder, resume=arguments.resume, **options)
         progress = group.first(lambda: read_progress(folder))
     controller = result.folder / CONTROLLER
     _print_summary(result, controller, progress, config)
+    print_profile(result.profile)
     return CommandResult(_as_json(result, controller, progress), stop.exit_code if result.status == "stopped" else 0)
 
 

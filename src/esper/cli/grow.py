@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import tyro
 
-from esper.cli.command import FAILED, USAGE, CommandError, CommandResult, check_run, failures, show_plan
+from esper.cli.command import FAILED, USAGE, CommandError, CommandResult, check_run, failures, print_profile, show_plan
 from esper.cli.parse import parse, settings_of, train_defaults
-from esper.config import Config, PositiveInt, load_saved
+from esper.config import Config, NonNegativeInt, PositiveInt, load_saved
 from esper.experiment.config import GrowSeedsConfig, GrowTaskConfig
 from esper.runs.folder import CONFIG, GROW
 from esper.runs.seeds import SEEDS, holds_seeds, seeds_begun
@@ -38,6 +38,8 @@ class GrowArguments(GrowTaskConfig):
     """go on with the run in --run, as it was configured"""
     seeds: PositiveInt | None = None
     """train so many runs, each with its twin, in folders seed-N inside the run folder; their seeds are --seed, the next, and so on"""
+    profile: NonNegativeInt = 0
+    """profile this many steps after a warm-up: a trace in the run folder and a table of the shares of time; 0: none"""
     dry_run: _Flag = False
     """say what would be done and where something could grow, and touch nothing"""
 
@@ -133,8 +135,11 @@ def _grow(arguments: GrowArguments) -> CommandResult:
         failures(folder, "grow", Diverged, GrowthError, saved=GROW, has_begun=has_begun),
         stop,
     ):
-        result = grow_task(config, folder, resume=arguments.resume, make_sink=show, should_stop=stop.was_asked)
+        result = grow_task(config, folder, resume=arguments.resume, make_sink=show, should_stop=stop.was_asked, profile=arguments.profile)
     print_summary(result, config)
+    if config.telemetry == "off":
+        print("telemetry was off, so summary and report know nothing of the epochs")
+    print_profile(result.profile)
     return CommandResult(as_json(result), stop.exit_code if result.status == "stopped" else 0)
 
 
@@ -147,6 +152,8 @@ def _grow_seeds(arguments: GrowArguments) -> CommandResult:
     from esper.growth.config import GrowthError
     from esper.growth.lifecycle.governor import Diverged
 
+    if arguments.profile:
+        raise CommandError("--profile profiles one run; leave out --seeds")
     base, saved = msgspec.structs.replace(arguments.settings(), twin=True), None
     if arguments.resume:
         assert arguments.run is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
@@ -14,7 +15,7 @@ from esper.growth.events import ActionRefused, GrowthFinished, SlotView, StageEn
 from esper.growth.lifecycle.ledger import gain_in_words
 from esper.growth.lifecycle.stages import OCCUPIED, Stage
 from esper.growth.report.story import Remark
-from esper.growth.report.summary import GrowthProgress, counted
+from esper.growth.report.summary import GrowthProgress, counted, metric_in_words
 from esper.runs import EventRecord
 from esper.text_table import figure
 
@@ -24,6 +25,7 @@ _BAR_WIDTH = 20
 WIDE = 100  # width in columns from which intervals are shown
 _MAX_SLOTS = 12  # rows; further empty slots are only counted
 _MAX_REMARKS = 4
+_MAX_METRICS = 4
 _STYLES = {"HOLDING": "blue", "FOSSILIZED": "bold green", "EMBARGOED": "dim", "DORMANT": "dim", "BLENDING": "yellow", "TRAINING": "magenta"}
 
 
@@ -82,6 +84,9 @@ def _losses(progress: GrowProgress) -> RenderableType:
     grid.add_row("train", figure(last.train_loss), Text(sparkline(train), style="dim"), f"parameters {last.parameters:,}  ({added})")
     best_text = f"best {figure(best.val_loss)} after epoch {best.epoch}"
     grid.add_row("val", Text(figure(last.val_loss), style="bold"), Text(sparkline(validation), style="blue"), best_text)
+    for name, value in list(last.metrics.items())[:_MAX_METRICS]:
+        curve = sparkline([epoch.metrics.get(name, math.nan) for epoch in story.epochs])
+        grid.add_row(Text(shortened(name, 14)), metric_in_words(name, value), Text(curve, style="blue"), "")
     return grid
 
 

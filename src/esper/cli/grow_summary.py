@@ -93,6 +93,7 @@ def _figures(story: Story) -> dict[str, Any]:
         "test_accuracy": None if tested is None else tested.accuracy,
         "test_loss": None if tested is None else tested.loss,
         "val_loss": None if finished is None else finished.val_loss,
+        "metrics": {} if finished is None else finished.metrics,
         "val_loss_before": None if finished is None else finished.val_loss_before,
         "params": None if finished is None else finished.parameters,
         "params_added": None if finished is None else finished.parameters_added,

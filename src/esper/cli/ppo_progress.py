@@ -109,7 +109,7 @@ class PPOProgress(progress.Progress):
 
 
 def _entropy(update: Update) -> str:
-    """Return the entropy of each head, with its name if there are several."""
+    """Return the entropy of each head, with its name if there are several; a dash if the telemetry is minimal."""
     if len(update.entropy) == 1:
         return f"{next(iter(update.entropy.values())):.2f}"
-    return " ".join(f"{head} {value:.2f}" for head, value in update.entropy.items())
+    return " ".join(f"{head} {value:.2f}" for head, value in update.entropy.items()) or "–"

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import tyro
 
-from esper.cli.command import CommandError, CommandResult, failures, how_to_resume, in_group, show_plan
+from esper.cli.command import CommandError, CommandResult, failures, how_to_resume, in_group, print_profile, show_plan
 from esper.cli.parse import parse, saved_config, settings_of, take_option, train_defaults
-from esper.config import Config, PositiveInt, load_saved
+from esper.config import Config, NonNegativeInt, PositiveInt, load_saved
 from esper.rl.run_config import PRESETS, EnvValue, TrainConfig, TrainSeedsConfig
 from esper.runs.folder import CONFIG
 from esper.runs.seeds import SEEDS, holds_seeds, seeds_begun
@@ -74,6 +74,8 @@ class TrainArguments(FileConfig):
     """go on with the run in --run, as it was configured"""
     seeds: PositiveInt | None = None
     """train so many runs, in folders seed-N inside the run folder; their seeds are --seed, the next, and so on"""
+    profile: NonNegativeInt = 0
+    """profile this many updates after a warm-up: a trace in the run folder and a table of the shares of time; 0: none"""
     dry_run: _Flag = False
     """say what would be done, and touch nothing"""
 
@@ -154,10 +156,12 @@ def _train(config: TrainConfig, arguments: TrainArguments, group: Group) -> Comm
         "sinks": [progress_sink(PPOProgress())],
         "should_stop": stop.was_asked,
         "group": group,
+        "profile": arguments.profile,
     }
     with failures(folder, "ppo train", FloatingPointError), stop:
         result = train_run(config, folder, resume=arguments.resume, **options)
     _print_summary(result)
+    print_profile(result.profile)
     return CommandResult(_as_json(result), stop.exit_code if result.status == "stopped" else 0)
 
 
@@ -169,6 +173,8 @@ def _train_seeds(base: TrainConfig, arguments: TrainArguments, group: Group) -> 
     from esper.rl.training import ENVIRONMENT, check_changes, train_run
     from esper.runs.folder import default_folder
 
+    if arguments.profile:
+        raise CommandError("--profile profiles one run; leave out --seeds")
     if group.world_size > 1:
         raise CommandError("--seeds trains one run after another in one process; leave out torchrun, or --seeds")
     folder, saved, stop = arguments.run or default_folder(base.env), None, StopSignals()

@@ -14,6 +14,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from esper.runs import CheckpointRefused, EventRecord, Resumed, Sink, SinkFailed
+from esper.runs.anomalies import Anomaly
 
 PLAIN_EVERY_S = 5.0
 
@@ -44,6 +45,8 @@ class Progress(ABC):
                 return f"passed over {refused.checkpoint}: {refused.reason}"
             case SinkFailed() as failed:
                 return f"{failed.sink} failed and was switched off, training goes on: {failed.error}"
+            case Anomaly() as anomaly:
+                return f"step {anomaly.step:,}: {anomaly.in_words()}"
         return None
 
     def plain_notice(self, record: EventRecord) -> str | None:

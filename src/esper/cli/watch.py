@@ -134,7 +134,7 @@ def run_view(page: dict[str, Any]) -> RenderableType:
     lights = Table(box=None, pad_edge=False, show_header=False)
     for light in page.get("health", []):
         lights.add_row(
-            Text("●", style=LIGHT_STYLES[light["light"]]), light["name"], _number(light["value"]), Text(light["advice"], style="dim")
+            Text("●", style=LIGHT_STYLES[light["colour"]]), light["name"], _number(light["value"]), Text(light["advice"], style="dim")
         )
     if lights.row_count:
         parts += ["", lights]

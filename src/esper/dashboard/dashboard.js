@@ -199,7 +199,7 @@ const template = `
 
       <section v-if="page.health && page.health.length" class="card">
         <header><h3>health of the learner</h3></header>
-        <ul class="lights"><li v-for="light in page.health" :key="light.name"><i :class="'is-' + light.light" :aria-label="light.light"></i><b>{{ light.name }}</b> <span class="number">{{ format(light.value) }}</span> <small>{{ light.advice }}</small></li></ul>
+        <ul class="lights"><li v-for="light in page.health" :key="light.name"><i :class="'is-' + light.colour" :aria-label="light.colour"></i><b>{{ light.name }}</b> <span class="number">{{ format(light.value) }}</span> <small>{{ light.advice }}</small></li></ul>
       </section>
 
       <div class="grid">
@@ -472,6 +472,7 @@ export default {
       if (number) this.seedNumber = this.seedNumber === number ? null : number;
     },
     described(problem) {
+      if (problem.words) return `step ${format(problem.step)}: ${problem.words}`;
       return Object.entries(problem).filter(([name, value]) => !["kind", "time", "step"].includes(name) && value !== "" && value !== null && typeof value !== "object").map(([name, value]) => `${name.replaceAll("_", " ")} ${typeof value === "number" ? format(value) : value}`).join(" · ");
     },
     compareLines(name) {

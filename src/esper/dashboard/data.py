@@ -18,9 +18,11 @@ from typing import Any
 import msgspec
 
 from esper.files import printable, user_cache
+from esper.runs.anomalies import Anomaly
 from esper.runs.catalog import Run, differing_settings, find_runs
 from esper.runs.compare import compare_opened
 from esper.runs.folder import TWIN, kind_of
+from esper.runs.health import lights
 from esper.runs.index import thinned
 
 POINTS = 2000  # of one series, at most
@@ -100,7 +102,7 @@ class Watcher:
                 page["growth"] = self._story(run, twin)
                 page["twin"] = None if twin is None else TWIN
             else:
-                page["health"] = health(run)
+                page["health"] = [light._asdict() for light in lights(run.index)]
             if run.kind == "controller":
                 page["blueprints"] = blueprint_counts(run)
             if run.kind == "arena":
@@ -205,7 +207,9 @@ def problems(run: Run) -> list[dict[str, Any]]:
         "checkpoint_refused",
         "compile_failed",
     ):
-        found += [{"kind": kind, **_without_stamp(event), "time": event["time"]} for event in run.index.events(kind)[-20:]]
+        for event in run.index.events(kind)[-20:]:
+            words = {"words": msgspec.convert(event, Anomaly, strict=False).in_words()} if kind == "anomaly" else {}
+            found.append({"kind": kind, **_without_stamp(event), **words, "time": event["time"]})
     return sorted(found, key=lambda problem: -problem["time"])[:40]
 
 
@@ -305,61 +309,6 @@ def _seeds(run: Run, epochs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 # Learner runs
-
-# (diagnostic, series, its good range, its bearable range, advice)
-LIGHTS: list[tuple[str, str, tuple[float, float], tuple[float, float], str]] = [
-    (
-        "KL divergence",
-        "update/total_kl",
-        (0.0, 0.03),
-        (0.0, 0.1),
-        "the policy changes too much per update; lower learning_rate or num_epochs",
-    ),
-    ("clipped share", "update/clip_fraction", (0.0, 0.3), (0.0, 0.5), "many ratios are clipped; lower learning_rate or num_epochs"),
-    (
-        "largest ratio",
-        "update/ratio_max",
-        (0.0, 10.0),
-        (0.0, 100.0),
-        "single actions change too much; lower learning_rate or max_grad_norm",
-    ),
-    (
-        "explained variance",
-        "update/explained_variance",
-        (0.2, 1.01),
-        (-0.5, 1.01),
-        "the critic explains little of the returns; train longer, or give it more updates or a larger network",
-    ),
-    (
-        "gradient norm",
-        "update/grad_norm",
-        (1e-6, 50.0),
-        (1e-9, 1e4),
-        "gradients vanish or explode; check the rewards' scale and learning_rate",
-    ),
-    ("skipped steps", "update/skipped", (0.0, 0.5), (0.0, 5.5), "gradients were not finite; look for NaN in observations and rewards"),
-]
-
-
-def health(run: Run) -> list[dict[str, Any]]:
-    """Return a traffic light for each diagnostic of the learner, from the mean of its last ten updates, with one sentence on what to do."""
-    lights = []
-    for name, label, good, bearable, advice in LIGHTS:
-        values = run.index.series(label).values[-10:]
-        if len(values):
-            lights.append(_light(name, float(values.mean()), good, bearable, advice))
-    for label in run.index.names():
-        if label.startswith("update/entropy/"):
-            values, head = run.index.series(label).values[-10:], label.removeprefix("update/entropy/")
-            advice = f"the head {head} has stopped exploring; raise entropy_coef, if it did not learn the task"
-            lights.append(_light(f"entropy of {head}", float(values.mean()), (0.02, 10.0), (0.001, 10.0), advice))
-    return lights
-
-
-def _light(name: str, value: float, good: tuple[float, float], bearable: tuple[float, float], advice: str) -> dict[str, Any]:
-    if good[0] <= value <= good[1]:
-        return {"name": name, "value": value, "light": "green", "advice": "in its usual range"}
-    return {"name": name, "value": value, "light": "yellow" if bearable[0] <= value <= bearable[1] else "red", "advice": advice}
 
 
 def blueprint_counts(run: Run) -> list[dict[str, Any]]:

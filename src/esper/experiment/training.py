@@ -44,12 +44,23 @@ from esper.growth.report.html import REPORT, write_report
 from esper.growth.report.story import Story, read_story
 from esper.growth.run import MODEL, open_run
 from esper.growth.training_loop import move
+from esper.profiling import profiling
 from esper.runs import Sink, check_installed, sinks_in
+from esper.runs.cards import write_card
 from esper.runs.folder import CONFIG, EVENTS, GROW, TWIN, RunError, default_folder, remove_empty
 from esper.statistics import student_interval
 
 COPY = "controller.safetensors"  # the run's own copy of the file of its controller
-MAY_CHANGE = {"epochs", "device", "threads", "twin", "tensorboard", "wandb"}  # settings that may change when a run goes on
+MAY_CHANGE = {
+    "epochs",
+    "device",
+    "threads",
+    "twin",
+    "tensorboard",
+    "wandb",
+    "telemetry",
+    "telemetry_escalation",
+}  # settings that may change when a run goes on
 
 MakeSink = Callable[[str], Sink]  # makes a sink, given the title of what is trained
 
@@ -63,6 +74,7 @@ class ExperimentResult:
     twin: Story | None  # None: there is none, or the run stopped before its training
     report: Path
     status: str  # "finished", "stopped early", "stopped", or "had finished" if nothing was left to do
+    profile: str | None = None  # table of the shares of time, if some steps were profiled
 
 
 def grow_task(
@@ -72,12 +84,14 @@ def grow_task(
     resume: bool = False,
     make_sink: MakeSink | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    profile: int = 0,
 ) -> ExperimentResult:
     """Grow the model of a task, or of the user's code, in the folder of a new run; with `resume`, go on with the run in the folder.
 
     A resumed run needs no `config`; a given one may differ in the settings of `MAY_CHANGE`. Without a `folder`, a new run gets one of its
     own under runs/. `make_sink(title)` makes a sink for the events of the host's training, and another one for those of its twin's. The run
-    stops after the step in which `should_stop()` becomes true, with a checkpoint.
+    stops after the step in which `should_stop()` becomes true, with a checkpoint. `profile` steps of the host are profiled after a warm-up:
+    the folder gets a trace, the result a table.
     """
     if resume:
         if folder is None:
@@ -93,7 +107,7 @@ def grow_task(
         determinism(config.deterministic),
         run_folder(config, None if folder is None else Path(folder)) as place,
     ):
-        return _grow_in(place, config, resume=resume, device=device, make_sink=make_sink, should_stop=should_stop)
+        return _grow_in(place, config, resume=resume, device=device, make_sink=make_sink, should_stop=should_stop, profile=profile)
 
 
 def _grow_in(
@@ -104,11 +118,12 @@ def _grow_in(
     device: torch.device,
     make_sink: MakeSink | None,
     should_stop: Callable[[], bool],
+    profile: int,
 ) -> ExperimentResult:
     """Train the host and its twin in a folder, as far as they are not trained yet, and write the report."""
     goes_on = resume and (folder / CONFIG).is_file()  # a run that was killed before it had one begins from the start
     was_over = goes_on and _all_complete(folder, config)
-    _train_in(
+    shares = _train_in(
         folder,
         config,
         resume=goes_on,
@@ -116,6 +131,7 @@ def _grow_in(
         device=device,
         sink=None if make_sink is None else partial(make_sink, config.title),
         should_stop=should_stop,
+        profile=profile,
     )
     twin = None
     if config.twin and not should_stop():
@@ -128,7 +144,10 @@ def _grow_in(
     status = "had finished" if was_over else "stopped"
     if not was_over and _all_complete(folder, config) and story.finished is not None:
         status = story.finished.why
-    return ExperimentResult(folder, story, twin, write_report(folder), status)
+    for place in (folder, folder / TWIN):
+        if (place / MODEL).is_file():
+            write_card(place)
+    return ExperimentResult(folder, story, twin, write_report(folder), status, shares)
 
 
 def _train_in(
@@ -141,14 +160,15 @@ def _train_in(
     should_stop: Callable[[], bool],
     controller_file: Path | None = None,
     twin_of: Path | None = None,
-) -> None:
-    """Train one model as far as it is not trained yet, then test and save it.
+    profile: int = 0,
+) -> str | None:
+    """Train one model as far as it is not trained yet, then test and save it. Return the shares of time if `profile` steps are profiled.
 
     `controller_file` is the run's own copy of its controller's file; None if it has none yet. `twin_of` is the file of the grown model
     that a twin is compared with.
     """
     if resume and _is_complete(folder, config):
-        return
+        return None
     check_installed(tensorboard=config.tensorboard, wandb=config.wandb)
     work = make_work(config, device)
     training = work.training(config)
@@ -165,9 +185,11 @@ def _train_in(
         should_stop=should_stop,
     ) as run:
         controller = make_controller(config, folder / COPY)
-        grown = training.run(controller, run)
+        with profiling(profile, folder, device) as training.profiler:
+            grown = training.run(controller, run)
+        shares = None if training.profiler is None else training.profiler.table()
         if grown.status == "stopped":
-            return
+            return shares
         if work.score is not None:
             before, after = work.score(work.model), work.score(grown.model)
             run.emit(FinalTest(loss_before=before.loss, loss=after.loss, accuracy_before=before.accuracy, accuracy=after.accuracy))
@@ -175,6 +197,7 @@ def _train_in(
         if compared is not None:
             run.emit(compared)
         grown.save(folder / MODEL)
+        return shares
 
 
 def make_controller(config: GrowTaskConfig, own_copy: Path | None) -> Controller | str:

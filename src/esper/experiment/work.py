@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from operator import length_hint
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from esper.experiment.config import GrowTaskConfig
 from esper.experiment.user_code import find_function, make_loaders, make_model
 from esper.growth.batches import StepLoss
 from esper.growth.config import GrowthError, TrainingConfig
+from esper.growth.metrics import Metric, accuracy
 from esper.growth.training_loop import Training, move, size_of, step_loss_of
 from esper.tasks import load_task
 
@@ -47,6 +48,7 @@ class Work:
     score: Callable[[nn.Module], ModelScore] | None  # on the test part; None: there is none
     compare: Compare | None  # on the test part; None: there is none, or the loss is not that of a classifier
     growth: TrainingConfig
+    metrics: Mapping[str, Metric] = field(default_factory=dict)  # of the validation data, beside the loss
 
     def training(self, config: GrowTaskConfig) -> Training:
         """Return the training of a copy of the model."""
@@ -59,6 +61,7 @@ class Work:
             make_optimizer=partial(_make_optimizer, config),
             make_scheduler=None if config.schedule == "none" else partial(_make_scheduler, config, self.train_loader),
             config=self.growth,
+            metrics=self.metrics,
         )
 
 
@@ -86,6 +89,7 @@ def _from_task(config: GrowTaskConfig, device: torch.device) -> Work:
         score=score,
         compare=partial(_compare, test_loader, device, -1),  # logits of a task are [..., classes]
         growth=_growth_part(config),
+        metrics={"accuracy": task.accuracy},
     )
 
 
@@ -104,7 +108,8 @@ def _from_user_code(config: GrowTaskConfig, device: torch.device) -> Work:
     score = None if test_loader is None else partial(_score, test_loader, step_loss, device, is_classifier)
     # F.cross_entropy takes logits [samples, classes, ...].
     compare = partial(_compare, test_loader, device, 1) if is_classifier and test_loader is not None else None
-    return Work(model, train_loader, val_loader, step_loss, score, compare, _growth_part(config))
+    metrics: dict[str, Metric] = {"accuracy": accuracy} if is_classifier else {}
+    return Work(model, train_loader, val_loader, step_loss, score, compare, _growth_part(config), metrics)
 
 
 def _growth_part(config: GrowTaskConfig) -> TrainingConfig:

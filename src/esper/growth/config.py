@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from esper.config import Config, ConfigError, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from esper.runs.telemetry import Level
 
 
 class GrowthError(ValueError):
@@ -135,3 +136,5 @@ class TrainingConfig(GrowthConfig):
     accumulate: PositiveInt = 1  # batches per step of the optimiser; each is weighted by its number of samples
     max_grad_norm: PositiveFloat | None = None  # limit of the host's gradient norm; None: not clipped. For seeds, see seed_optimizer
     step_schedule: Literal["auto", "epoch", "step"] = "auto"  # auto: OneCycleLR and CyclicLR per step, others per epoch
+    telemetry: Level = "normal"  # off: only start, end and test; minimal: no details of slots; debug: also gradients per layer, memory
+    telemetry_escalation: NonNegativeInt = 5  # epochs for which an anomaly raises the telemetry to debug; 0: never

@@ -25,6 +25,7 @@ class GrowthStarted(Event, tag="growth_started"):
     device: str = "cpu"
     note: str = ""  # remarks for the user, such as why nothing can grow
     uninformed_loss: float | None = None  # loss of a constant predictor, the unit of rents and thresholds; None: not known yet
+    metrics: dict[str, float] = {}  # on the validation data before any training
 
 
 class SlotView(msgspec.Struct, frozen=True):
@@ -64,6 +65,7 @@ class EpochEnded(Event, tag="epoch_ended"):
     skipped: int = 0
     """Steps that the host's optimiser skipped because a gradient overflowed under its loss scale. Skipped steps of seeds are in `slots`.
     Not counted for a fused optimiser, which skips on the device, and in a user's own loop."""
+    metrics: dict[str, float] = {}  # name -> mean over the validation samples, such as accuracy
 
     def shown(self) -> Mapping[str, Any]:
         """Return the values to show, with slots under their names: slots/conv1/alpha."""
@@ -122,6 +124,7 @@ class GrowthFinished(Event, tag="growth_finished"):
     flops_added: int
     total_gflops: float | None
     seconds: float
+    metrics: dict[str, float] = {}  # of the result, on the validation data
 
 
 class LoaderRestarted(Event, tag="loader_restarted"):

@@ -32,12 +32,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -57,9 +58,11 @@ from esper.growth.lifecycle.slots import ModuleBackend, make_backends
 from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, Stage
 from esper.growth.measure.contribution import AlphaSearch, Evaluate, Measurement, search_alpha
 from esper.growth.measure.probe import ProbeRunner, Promises
+from esper.growth.metrics import as_number, check_metrics
 from esper.growth.seeds.seed import MakeOptimizer, reading_waits
 from esper.growth.seeds.shadow import Closure, Shadow
-from esper.runs import CheckpointStore, Event
+from esper.growth.telemetry import Callbacks, GrowthTelemetry, SinksWithoutLog, check_sinks
+from esper.runs import CheckpointStore, Event, Sink
 from esper.statistics import Interval
 
 Value = TypeVar("Value")
@@ -77,6 +80,10 @@ class Grower:
 
     Rents and thresholds are fractions of the loss of a constant predictor. That loss is `config.governor.uninformed_loss` if set, else
     `scale` if given, else the mean training loss of the first epoch.
+
+    `on_event`, `callbacks` and `sinks` get every event. A callback is a function of an event, or an object with methods such as
+    `on_epoch_ended(event)`; one that fails is switched off with a warning. A sink, such as `TensorBoardSink(folder)`, gets records with
+    the epoch as step, in a thread of its own, until `bake` or `stop` closes it.
     """
 
     def __init__(
@@ -91,9 +98,13 @@ class Grower:
         epochs: int | None = None,
         scale: LossRange | None = None,
         seed_optimizer: MakeOptimizer | None = None,
-        on_event: Callable[[Event], None] = lambda event: None,
+        on_event: Callable[[Event], None] | None = None,
+        callbacks: Sequence[Any] = (),
+        sinks: Sequence[Sink] = (),
+        telemetry: GrowthTelemetry | None = None,
     ) -> None:
         check_fit_together(slotted, optimizer, config)
+        own_callbacks, sinks = Callbacks(callbacks), check_sinks(sinks)
         self.slotted, self.optimizer, self.scaler, self.epochs = slotted, optimizer, scaler, epochs
         self.config = config or GrowthConfig()
         self.controller = as_controller(controller, self.config)
@@ -118,7 +129,13 @@ class Grower:
         self._group = ranks_of(slotted.model)
         self._measurement = Measurement(slotted, group=self._group)
         self._shadow = Shadow(slotted, alpha=self.config.lifecycle.alpha_target)
-        self._on_event = on_event
+        self._sinks = SinksWithoutLog(sinks, run=type(unwrap(slotted.model)).__name__, rank=self._group.rank)
+        self._listeners: list[Callable[[Event], None]] = [
+            *([] if on_event is None else [on_event]),
+            *([own_callbacks] if callbacks else []),
+            *([self._sinks] if sinks else []),
+        ]
+        self.telemetry = telemetry or (GrowthTelemetry() if self._listeners else None)  # None: nobody gets the events
         self._has_begun = False
         self._has_stepped = False  # the host's optimiser has stepped since the last after_step
         self._has_stepped_in_epoch = False  # the host's optimiser has stepped since the last after_epoch
@@ -135,7 +152,7 @@ class Grower:
         self._follower = OptimizerFollower(
             optimizer,
             [slotted.model, unwrap(slotted.model)],
-            before_step=self._recovery.hold_new,
+            before_step=self._before_step,
             step=self._step_seeds,
             zero_grad=self._clear_gradients,
             is_pending=self._has_gradients,
@@ -274,7 +291,7 @@ class Grower:
         """
         return self._shadow.recording() if self._shadow_seeds else nullcontext()
 
-    def after_epoch(self, evaluate: Evaluate) -> EpochEnded:
+    def after_epoch(self, evaluate: Evaluate, *, metrics: Mapping[str, float | Callable[[], float]] | None = None) -> EpochEnded:
         """Measure the seeds, let the governor judge the epoch, and carry out the controller's decision. Call it after every epoch.
 
         `evaluate()` returns the validation loss of every batch, always in the same order. If batches differ in size, return pairs (loss,
@@ -283,6 +300,9 @@ class Grower:
         before it can be replayed. `evaluate` has to switch to eval mode and turn gradients off itself; the grower restores the modes of all
         modules afterwards. With several ranks, each rank must go through the same number of batches; the losses of all
         ranks count.
+
+        `metrics` are further figures of the epoch by name, such as the accuracy, for `EpochEnded.metrics`: numbers, or functions without
+        arguments, which are called once, after the evaluation of the model as it is. Ranks are averaged.
 
         Nothing is changed before all evaluations are done, so an error in `evaluate` leaves everything as it was.
         """
@@ -293,6 +313,9 @@ class Grower:
                 f"{'nothing' if evaluate is None else f'a {type(evaluate).__name__}'}; pass the function itself, which is called again for "
                 "each seed on trial with the seed off: grower.after_epoch(evaluate)"
             )
+        values: dict[str, float] = {}
+        if metrics:
+            evaluate = _noting(evaluate, check_metrics(metrics), values)
         self._make_first_decision()
         # Nothing but the connected seeds may run in the model during the evaluation.
         self._stop_watching()
@@ -316,8 +339,16 @@ class Grower:
         self._note_seeds()
         self._prepare_next_step()
         ended = epoch_ended(self.lifecycles, self.history, decision, learning_rate=self._learning_rate())
+        if values:
+            ended = msgspec.structs.replace(ended, metrics=self._averaged_metrics(values))
         self.host_growth.emit(ended)
+        if self.telemetry is not None:
+            scale, device = self.host_growth.scale, next(self.slotted.model.parameters()).device
+            for event in self.telemetry.events_of(ended, uninformed=None if scale is None else scale.uninformed, device=device):
+                self.host_growth.emit(event)
         self._emit_events()
+        if self.telemetry is not None:
+            self.telemetry.end_epoch()
         return ended
 
     def _averaged(self, chunks: list[float]) -> list[float]:
@@ -378,6 +409,7 @@ class Grower:
         self._follower.stop()
         if self.slotted.calls.follower is self._follower:
             self.slotted.calls.recording = self.slotted.calls.follower = None
+        self._sinks.close()
 
     def _check_is_active(self) -> None:
         """Raise a GrowthError if the slots were removed or this grower was stopped."""
@@ -392,6 +424,11 @@ class Grower:
             )
 
     # Called by the follower of the user's optimiser
+
+    def _before_step(self) -> None:
+        self._recovery.hold_new()
+        if self._optimizer_steps == 0 and self.telemetry is not None and self.telemetry.is_debug:
+            self.telemetry.note_gradients(unwrap(self.slotted.model))
 
     def _step_seeds(self) -> None:
         """Step the connected seeds and evaluate the probe, after the host's step. Gradients come from the user's backward passes."""
@@ -471,7 +508,11 @@ class Grower:
             raise
 
     def _emit_events(self) -> None:
-        self.host_growth.tell(self._on_event)
+        self.host_growth.tell(self._tell)
+
+    def _tell(self, event: Event) -> None:
+        for listener in self._listeners:
+            listener(event)
 
     # Preparation of the next step
 
@@ -504,6 +545,13 @@ class Grower:
         """Return the GradScaler's loss scale as a tensor, because `get_scale` would wait for the device; None without a GradScaler."""
         return self.scaler._get_scale_async() if self.scaler is not None and self.scaler.is_enabled() else None
 
+    def _averaged_metrics(self, values: dict[str, float]) -> dict[str, float]:
+        """Return the metrics averaged over the ranks."""
+        if self._group.world_size == 1:
+            return values
+        by_rank = self._group.gather_objects(values)
+        return {name: fmean(rank[name] for rank in by_rank if name in rank) for name in values}
+
     # Resuming
 
     def save(self, folder: Path | str) -> None:
@@ -529,6 +577,7 @@ class Grower:
             "probe": {"steps": self._optimizer_steps, "length": self._optimizer_steps_before, "probe": self._prober.state_dict()},
             "measurement": self._measurement.state_dict(),
             "shadow": self._shadow.state_dict(),
+            **({} if self.telemetry is None else {"telemetry": self.telemetry.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -546,7 +595,22 @@ class Grower:
         self._has_stepped_in_epoch = self.history.steps > 0
         self._measurement.load_state_dict(state["measurement"])
         self._shadow.load_state_dict(state["shadow"])
+        if self.telemetry is not None and "telemetry" in state:  # early versions had none
+            self.telemetry.load_state_dict(state["telemetry"])
         self._prober.load_state_dict(state["probe"]["probe"])
         self._optimizer_steps, self._optimizer_steps_before = state["probe"]["steps"], state["probe"]["length"]
         self._note_seeds()
         self._prepare_next_step()
+
+
+def _noting(evaluate: Evaluate, metrics: Mapping[str, Any], values: dict[str, float]) -> Evaluate:
+    """Return an evaluation that puts the metrics into `values` after its first pass, in which all seeds are on."""
+
+    def evaluate_and_note() -> Any:
+        losses = evaluate()
+        losses = list(losses) if isinstance(losses, Iterator) else losses
+        if not values:
+            values.update({name: as_number(name, value() if callable(value) else value) for name, value in metrics.items()})
+        return losses
+
+    return evaluate_and_note

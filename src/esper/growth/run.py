@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -22,24 +22,27 @@ import torch
 from torch import nn
 
 from esper.config import load_saved, save
+from esper.display import Card, Displayed
 from esper.files import remove, write_file
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.events import GrowthFinished, LoaderRestarted
 from esper.growth.grower import STEPS_PER_EPOCH, Grower
 from esper.growth.host.saving import save as save_model
 from esper.growth.lifecycle.governor import Diverged
-from esper.growth.lifecycle.ledger import Ledger
+from esper.growth.lifecycle.ledger import LEDGER_HEADING, Ledger, ledger_rows
 from esper.growth.lifecycle.stages import Cost
-from esper.growth.report.summary import result_in_words
+from esper.growth.report.summary import metric_in_words, result_in_words
+from esper.profiling import TRACE
 from esper.runs import SINK_FOLDERS, Checkpoint, CheckpointRefused, CheckpointStore, Event, EventLog, Sink
 from esper.runs.folder import CHECKPOINTS, CONFIG, EVENTS, check_holds_a_run, locked, new_folder
+from esper.text_table import duration, figure
 
 MODEL = "model.safetensors"  # in the folder of a run
 Status = Literal["finished", "stopped early", "stopped"]
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
+class Grown(Displayed):
     """The result of `grow`: the model, its losses before and after, its cost, and the ledger of all seeds."""
 
     model: nn.Module  # with the fossilized seeds built in
@@ -60,6 +63,7 @@ class Grown:
     folder: Path | None = None
     had_finished: bool = False  # the run was resumed after its end, so nothing was trained
     note: str = ""  # reason why nothing could grow, if the controller knew it in advance
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the model on the validation data
 
     def report(self) -> str:
         """Return one line with the kept seeds, the losses and the costs."""
@@ -67,6 +71,31 @@ class Grown:
         finish = "had finished already" if self.had_finished else ""
         resume = f"go on with run='{self.folder}', resume=True" if self.status == "stopped" and self.folder is not None else ""
         return dot.join(filter(None, [kept, self.note, figures, self.optimizer, finish, resume]))
+
+    def card(self) -> Card:
+        """Return the result for notebooks: figures, the curve of the validation loss, and all seeds."""
+
+        def sized(host: int, added: int) -> str:
+            return f"{host + added:,} ({added / max(host, 1):+.1%} by seeds)"
+
+        return Card(
+            title=f"{type(self.model).__name__}: {result_in_words(finished(self)).partition(' · ')[0]}",
+            figures=[
+                ("status", f"{self.status}, {self.epochs} epochs, {duration(self.seconds)}"),
+                ("validation loss", f"{figure(self.val_loss_before, 3)} → {figure(self.val_loss, 3)}"),
+                *((name, metric_in_words(name, value)) for name, value in self.metrics.items()),
+                ("parameters", sized(self.host.parameters, self.added.parameters)),
+                ("FLOPs per sample", sized(self.host.flops, self.added.flops)),
+                ("rollbacks", str(self.rollbacks)),
+                ("controller", self.controller),
+                ("optimiser", self.optimizer),
+                *([("folder", str(self.folder))] if self.folder is not None else []),
+            ],
+            heading=LEDGER_HEADING,
+            rows=ledger_rows(self.ledger.entries, is_short=True),
+            curve=self.val_losses,
+            curve_name="validation loss by epoch",
+        )
 
     def save(self, path: Path | str) -> None:
         """Write weights and seeds to a safetensors file; `esper.load(path, model=new_instance)` restores the grown model."""
@@ -89,6 +118,7 @@ def finished(grown: Grown) -> GrowthFinished:
         flops_added=grown.added.flops,
         total_gflops=grown.gflops,
         seconds=grown.seconds,
+        metrics=dict(grown.metrics),
     )
 
 
@@ -195,7 +225,7 @@ def open_run(
                 yield resumed
         return
     with new_folder(place, results=results) as new:
-        new.others |= {name for name in (*(files or {}), *SINK_FOLDERS) if not (place / name).exists()}
+        new.others |= {name for name in (*(files or {}), *SINK_FOLDERS, TRACE.parts[0]) if not (place / name).exists()}
         run: GrowthRun | None = None
         try:
             with _opened(place, config, files or {}, None, sinks, should_stop) as run:
@@ -242,7 +272,8 @@ def _log(folder: Path, checkpoint: Checkpoint | None, sinks: Sequence[Sink]) -> 
 
 def _check_same(saved: GrowthConfig, wanted: GrowthConfig, folder: Path) -> None:
     """Raise a GrowthError if a resumed run has other settings than it was started with."""
-    different = [name for name in type(wanted).__struct_fields__ if getattr(saved, name) != getattr(wanted, name)]
+    fields = [name for name in type(wanted).__struct_fields__ if not name.startswith("telemetry")]  # the level may change
+    different = [name for name in fields if getattr(saved, name) != getattr(wanted, name)]
     if different:
         name = different[0]
         raise GrowthError(

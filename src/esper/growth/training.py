@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -28,11 +28,16 @@ from esper.growth.host.saving import save
 from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.governor import Diverged
 from esper.growth.lifecycle.stages import Controller
+from esper.growth.metrics import Metric
 from esper.growth.report.html import REPORT, write_report
 from esper.growth.report.summary import ProgressLines
 from esper.growth.run import MODEL, Grown, GrowthRun, open_run
+from esper.growth.telemetry import Callbacks, SinksWithoutLog, check_sinks
 from esper.growth.training_loop import Training, objection, step_loss_of
+from esper.profiling import profiling
 from esper.runs import Sink, WandbMode, check_installed, sinks_in
+from esper.runs.cards import write_card
+from esper.runs.telemetry import Level
 
 
 def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -55,11 +60,16 @@ def grow(
     max_grad_norm: float | None = None,
     controller: Controller | str = "heuristic",
     config: GrowthConfig | None = None,
+    metrics: Mapping[str, Metric] | None = None,
     run: Path | str | None = None,
     resume: bool = False,
     tensorboard: bool = False,
     wandb: WandbMode | None = None,
     progress: bool | None = None,
+    callbacks: Sequence[Any] = (),
+    sinks: Sequence[Sink] = (),
+    telemetry: Level = "normal",
+    profile: int = 0,
 ) -> Grown:
     """Train a copy of the model, grow it where that pays, and return the result. The model itself is not changed.
 
@@ -80,6 +90,10 @@ def grow(
 
     **Precision.** `precision` is the autocast precision of all forward passes; "float16" adds a GradScaler. The weights stay float32.
 
+    **Metrics.** `metrics` maps names to functions of a batch, such as {"accuracy": fn}: `fn(outputs, targets)` beside a `loss_fn`,
+    `fn(model, batch)` beside a `step_loss`. They are computed in the pass that computes the validation loss, and averaged over samples.
+    The growth does not depend on them.
+
     **Run folder.** `run` is a folder for events, checkpoints and results. `resume` continues from its last checkpoint: from the end of an
     epoch, or from the exact step if the training loader has a `state_dict`. At the end, the folder holds the returned model, for
     `esper.load(run, model=...)`, and report.html. Ctrl-C ends the training early with the status "stopped" and writes both for the model
@@ -89,14 +103,20 @@ def grow(
     `tensorboard` and `wandb` ("offline" or "online") also write losses, slots and results into the run folder, in the formats of those
     tools.
 
-    `progress` prints a line per epoch with the decision on stderr; None prints it only if stderr is a terminal.
+    **Watching.** `progress` prints a line per epoch with the decision on stderr; None prints it only if stderr is a terminal. `callbacks`
+    are functions that are called with every event, or objects with methods such as `on_epoch_ended(event)`; one that raises an error is
+    switched off with a warning. `sinks` are objects with `write(record)` and `close()`, which get every event in a thread of their own.
+
+    `telemetry` is the level of the events in the run folder: "off", "minimal", "normal" or "debug" (see `esper.runs.telemetry`). `profile`
+    steps are profiled after a warm-up: the run folder gets a trace for Chrome, and stderr a table of the shares of time.
     """
     check_call(model, epochs=epochs, config=config, run=run)
-    if (tensorboard or wandb) and run is None:
-        raise GrowthError("tensorboard and wandb write into the folder of a run; pass the folder as run=...")
+    if (tensorboard or wandb or profile) and run is None:
+        raise GrowthError("tensorboard, wandb and profile write into the folder of a run; pass the folder as run=...")
     if resume and run is None:
         raise GrowthError("resume needs the folder of the run: run=...")
     check_installed(tensorboard=tensorboard, wandb=wandb)
+    own_callbacks, own_sinks = Callbacks(callbacks), check_sinks(sinks)
     training = Training(
         copy.deepcopy(model),
         train_loader,
@@ -106,27 +126,44 @@ def grow(
         make_optimizer=optimizer,
         make_scheduler=scheduler,
         config=training_config(
-            config, precision=precision, accumulate=accumulate, max_grad_norm=max_grad_norm, step_schedule=step_schedule
+            config,
+            precision=precision,
+            accumulate=accumulate,
+            max_grad_norm=max_grad_norm,
+            step_schedule=step_schedule,
+            telemetry=telemetry,
         ),
+        metrics=metrics,
     )
     if progress or (progress is None and sys.stderr is not None and sys.stderr.isatty()):
-        training.on_event = ProgressLines(type(model).__name__)
+        training.listeners.append(ProgressLines(type(model).__name__))
+    if callbacks:
+        training.listeners.append(own_callbacks)
     grower = training.prepare(controller)
     if why := objection(grower):
         warnings.warn(why, stacklevel=2)
 
     if run is None:
-        return training.run(controller, may_interrupt=True)
-
-    def sinks() -> list[Sink]:
-        return sinks_in(Path(run), tensorboard=tensorboard, wandb=wandb, config=msgspec.to_builtins(training.config))
-
-    with open_run(run, resume=resume, config=training.config, results=(MODEL, REPORT), sinks=sinks) as opened:
+        without_log = SinksWithoutLog(own_sinks, run=type(model).__name__)
+        if own_sinks:
+            training.listeners.append(without_log)
         try:
-            grown = training.run(controller, opened, may_interrupt=True)
+            return training.run(controller, may_interrupt=True)
+        finally:
+            without_log.close()
+
+    def all_sinks() -> list[Sink]:
+        return [*own_sinks, *sinks_in(Path(run), tensorboard=tensorboard, wandb=wandb, config=msgspec.to_builtins(training.config))]
+
+    with open_run(run, resume=resume, config=training.config, results=(MODEL, REPORT), sinks=all_sinks) as opened:
+        try:
+            with profiling(profile, opened.folder, training.device) as training.profiler:
+                grown = training.run(controller, opened, may_interrupt=True)
         except Diverged as error:
             _write_result(opened, error.model, otherwise="the model is the attribute `model` of the error that follows")
             raise
+        if training.profiler is not None:
+            print(training.profiler.table(), file=sys.stderr)
         _write_result(opened, grown.model, otherwise="save the model by grown.save(path)")
         return grown
 
@@ -161,6 +198,7 @@ def training_config(
     accumulate: int = 1,
     max_grad_norm: float | None = None,
     step_schedule: str = "auto",
+    telemetry: str = "normal",
 ) -> TrainingConfig:
     """Return the settings of growth and of the training as one config, which is stored in the folder of the run."""
     growth = config or GrowthConfig()
@@ -169,6 +207,7 @@ def training_config(
         "accumulate": accumulate,
         "max_grad_norm": max_grad_norm,
         "step_schedule": step_schedule,
+        "telemetry": telemetry,
     }
     try:
         return TrainingConfig(**{name: getattr(growth, name) for name in GrowthConfig.__struct_fields__}, **training)
@@ -186,6 +225,7 @@ def _write_result(run: GrowthRun, model: object, *, otherwise: str) -> None:
             save(model, run.folder / MODEL)
         run.flush()  # the report is made from the events in the folder
         write_report(run.folder)
+        write_card(run.folder)
     except Exception as error:
         warnings.warn(
             f"the model and the report could not be written into {run.folder}: {error}; {otherwise}",

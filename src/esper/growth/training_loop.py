@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import islice
 from operator import length_hint
 from typing import Any
@@ -45,7 +46,10 @@ from esper.growth.host.slotted import add_slots
 from esper.growth.lifecycle.governor import Diverged, LossRange
 from esper.growth.lifecycle.stages import Controller, Stage
 from esper.growth.measure.contribution import Losses, losses_of, total
+from esper.growth.metrics import Metric, MetricSums, check_functions
 from esper.growth.run import Grown, GrowthRun, Status, finished
+from esper.growth.telemetry import GrowthTelemetry
+from esper.profiling import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER, TELEMETRY, Part, Profiler
 from esper.runs import Event
 
 ONE_BATCH = (
@@ -68,13 +72,17 @@ class Training:
         make_optimizer: MakeHostOptimizer,
         make_scheduler: MakeScheduler | None,
         config: TrainingConfig,
+        metrics: Mapping[str, Metric] | None = None,
     ) -> None:
         self.model, self.train_loader, self.val_loader, self.step_loss = model, train_loader, val_loader, step_loss
-        self.epochs, self.config = epochs, config
+        self.epochs, self.config, self.metrics = epochs, config, check_functions(metrics)
+        self._metrics_before: dict[str, float] = {}  # on the validation data before any training
         self._prepared: tuple[Grower, Losses] | None = None  # the grower, and the validation losses before any training
         self._run: GrowthRun | None = None
         self._loss_before = math.nan  # mean validation loss before any training
-        self.on_event: Callable[[Event], None] = lambda event: None  # called with every event, after the run has written it
+        self.profiler: Profiler | None = None  # set before `run` to profile some steps
+        self.listeners: list[Callable[[Event], None]] = []  # called with every event, after the run has written it
+        self.telemetry: GrowthTelemetry | None = None  # None: nobody gets the events
         check_loader(train_loader, "training")
         check_loader(val_loader, "validation")
         self.device = device_of(model)
@@ -128,9 +136,9 @@ class Training:
         constant = None if loss_fn is None else ConstantPredictor(loss_fn)
         found: list[tuple[float, int]] = []  # (loss, samples) of every batch
         first = None  # the first batch
-        listener = Listener(self.model)
+        listener, sums = Listener(self.model), self._metric_sums()
         try:
-            with isolated(self.model), torch.no_grad():
+            with isolated(self.model), torch.no_grad(), sums.recording():
                 self.model.eval()
                 for number, raw in enumerate(self.val_loader, start=1):
                     batch = move(raw, self.device)
@@ -144,12 +152,14 @@ class Training:
                         raise
                     check_data(batch, loss, where)
                     found.append((loss, size_of(batch)))
+                    sums.note(batch, size_of(batch), where=where)
                     if constant is not None:
                         constant.note(listener.outputs, pair_of(batch)[1])
         finally:
             listener.stop()
         if not found:
             raise GrowthError("the validation loader yields nothing; it needs at least one batch")
+        self._metrics_before = sums.means()
         losses = losses_of(lambda: found)
         return losses, example_of(first) if listener.heard is None else listener.heard, self._loss_range(constant, losses)
 
@@ -169,6 +179,9 @@ class Training:
         self.prepare(controller)
         assert self._prepared is not None
         (grower, before), self._run = self._prepared, run
+        if run is not None or self.listeners:
+            self.telemetry = GrowthTelemetry(self.config.telemetry, escalation=self.config.telemetry_escalation)
+        grower.telemetry = self.telemetry
         try:
             # A resumed run has the validation loss before any training in its checkpoint.
             self._loss_before = before.mean if run is None else run.restore(grower, self.train_loader, before.mean)
@@ -197,6 +210,7 @@ class Training:
             optimizer=describe_optimizer(self.optimizer),
             device=str(self.device),
             uninformed_loss=None if scale is None else scale.uninformed,
+            metrics=self._metrics_before,
             note="; ".join(filter(None, [objection(grower), *self._notes(scale, losses)])),
         )
 
@@ -211,9 +225,18 @@ class Training:
             yield ONE_BATCH
 
     def _emit(self, event: Event) -> None:
-        if self._run is not None:
-            self._run.emit(event)
-        self.on_event(event)
+        if self.telemetry is None:
+            return
+        with self._part(TELEMETRY):
+            shown = self.telemetry.shown(event)
+            if self._run is not None and shown is not None:
+                self._run.emit(shown)
+            for listener in self.listeners:
+                listener(event)
+
+    def _part(self, part: Part) -> AbstractContextManager[None]:
+        """Return a mark of the profiler; one that does nothing if no step is profiled."""
+        return nullcontext() if self.profiler is None else part
 
     def _train(self, grower: Grower, *, may_interrupt: bool) -> Status:
         """Train all epochs that are left, with a checkpoint after each, and before the first."""
@@ -254,6 +277,8 @@ class Training:
         while group := self._next_batches(batches, grower):
             self._train_step(group, grower, first=number)
             number += len(group)
+            if self.profiler is not None:
+                self.profiler.step()
             if self._should_stop():
                 self._save(grower, at_end_of_epoch=False)
                 return False
@@ -264,7 +289,8 @@ class Training:
     def _next_batches(self, batches: Iterator[Any], grower: Grower) -> list[Any]:
         """Return the batches of the next step, empty at the end of the epoch, and record how long the loader took."""
         began = time.perf_counter()
-        group = list(islice(batches, self.config.accumulate))
+        with self._part(DATA_WAIT):
+            group = list(islice(batches, self.config.accumulate))
         grower.history.data_wait = (grower.history.data_wait or 0.0) + time.perf_counter() - began
         return group
 
@@ -276,13 +302,17 @@ class Training:
         batches, losses = [], []
         for number, (part, share) in enumerate(zip(raw, shares, strict=True), start=first):
             batch = move(part, self.device)
+            if number == 1 and self.telemetry is not None and self.telemetry.is_debug:
+                self.telemetry.note_inputs(batch)
             # Seeds in the shadow can reuse one recorded forward pass, so record only if the step has a single batch.
             loss = self._train_loss(batch, grower if len(raw) == 1 else None, f"batch {number} of the training loader")
             loss = loss if len(raw) == 1 else loss * share
-            torch.autograd.backward(loss if self.scaler is None else self.scaler.scale(loss))
+            with self._part(BACKWARD):
+                torch.autograd.backward(loss if self.scaler is None else self.scaler.scale(loss))
             batches.append(batch)
             losses.append(loss.detach())
-        self._step_optimizer(grower.history.steps + 1)
+        with self._part(OPTIMIZER):
+            self._step_optimizer(grower.history.steps + 1)
         grower.history.skipped += not self._has_stepped
         rollbacks = grower.rollbacks
         mean_loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
@@ -295,7 +325,7 @@ class Training:
     def _train_loss(self, batch: Any, grower: Grower | None, where: str) -> Tensor:
         """Return the loss of a training batch, which errors call `where`. If a grower is given, it records the forward pass."""
         try:
-            with nullcontext() if grower is None else grower.recording():
+            with self._part(FORWARD), nullcontext() if grower is None else grower.recording():
                 loss = self._loss(batch)
         except Exception as error:
             if explanation := explained(error, size_of(batch), where):
@@ -345,17 +375,32 @@ class Training:
         is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         if self.scheduler is not None and not self._is_stepped_per_step and not is_plateau:
             self.scheduler.step()
-        ended = grower.after_epoch(lambda: list(self._evaluate(grower)))
+        if not self.metrics:
+            ended = grower.after_epoch(lambda: list(self._evaluate(grower)))
+        else:
+            sums = self._metric_sums()
+            passes = iter([sums])  # the metrics are computed in the first pass, with all seeds on
+            metrics = {name: partial(sums.mean, name) for name in self.metrics}
+            ended = grower.after_epoch(lambda: list(self._evaluate(grower, next(passes, None))), metrics=metrics)
         if is_plateau:
             self.scheduler.step(ended.val_loss)
 
-    def _evaluate(self, grower: Grower | None) -> Iterator[tuple[Tensor, int]]:
-        """Yield the loss and the number of samples of every validation batch. The random streams of the training are not advanced."""
-        with isolated(self.model), torch.no_grad():
+    def _metric_sums(self) -> MetricSums:
+        return MetricSums(self.model, self.metrics, of_pairs=hasattr(self.step_loss, "loss_fn"))
+
+    def _evaluate(self, grower: Grower | None, sums: MetricSums | None = None) -> Iterator[tuple[Tensor, int]]:
+        """Yield the loss and the number of samples of every validation batch. The random streams of the training are not advanced.
+
+        `sums` takes the metrics of every batch, from the same forward passes.
+        """
+        with isolated(self.model), torch.no_grad(), nullcontext() if sums is None else sums.recording():
             self.model.eval()
-            for raw in self.val_loader:
+            for number, raw in enumerate(self.val_loader, start=1):
                 batch = move(raw, self.device)
-                yield self._loss(batch).detach(), size_of(batch)
+                loss = self._loss(batch).detach()
+                if sums is not None:
+                    sums.note(batch, size_of(batch), where=f"batch {number} of the validation loader")
+                yield loss, size_of(batch)
                 if grower is not None:
                     grower.count_evaluation(size_of(batch))
 
@@ -374,13 +419,14 @@ class Training:
         if status != "stopped":
             for name in lifecycles.living():
                 lifecycles.prune(name, "the training is over and it has not earned its place")
-        model = grower.bake()
+        model, sums = grower.bake(), self._metric_sums()
         grown = Grown(
             model=model,
             status=status,
             epochs=grower.epoch,
             val_loss_before=self._loss_before,
-            val_loss=losses_of(lambda: list(self._evaluate(None))).mean,
+            val_loss=losses_of(lambda: list(self._evaluate(None, sums))).mean,
+            metrics=sums.means(),
             train_losses=tuple(grower.history.train_losses),
             val_losses=tuple(grower.history.val_losses),
             host=grower.slotted.discovery.host,

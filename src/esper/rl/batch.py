@@ -39,11 +39,14 @@ from esper.vecenv import Masks, Obs
 
 Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
+LOOKS = 4  # steps of a rollout after which the size of the memory is noted
+MOST_SEEN = 2048  # about as many steps of a rollout give the statistics of the inputs
 
 
 @dataclass
 class Rollout:
-    """The steps of one rollout. The collector fills it, the learner reads it. All tensors but `states` are [T, N, ...]."""
+    """The steps of one rollout. The collector fills it, the learner reads it. All tensors but `states` and
+    `hidden_squares` are [T, N, ...]."""
 
     obs: Obs  # raw, as the environment returned them
     masks: Masks  # of the heads that were ever masked
@@ -59,6 +62,7 @@ class Rollout:
     valid: Tensor  # bool: the step was real
     values: Tensor  # in units of the reward
     next_values: Tensor  # value of the state after the step; 0 where the episode terminated
+    hidden_squares: Tensor  # [LOOKS, N] mean square of the memory after some of the steps; nan without a memory
 
     @classmethod
     def allocate(cls, policy: Policy, *, num_steps: int, num_envs: int, length: int) -> Rollout:
@@ -86,6 +90,7 @@ class Rollout:
             valid=torch.ones(shape, dtype=torch.bool, device=device),
             values=zeros(),
             next_values=zeros(),
+            hidden_squares=torch.zeros(LOOKS, num_envs, device=device),
         )
 
     @property
@@ -111,6 +116,9 @@ class Batch:
     explained_variance: Tensor  # []
     value_spread: Tensor  # []
     return_spread: Tensor  # []
+    # Those of this rank, for diagnostics.
+    hidden_state: Tensor  # [] root mean square of the memory after the step where it is largest; nan without a memory
+    inputs: dict[str, tuple[Tensor, Tensor]]  # name of a normalised observation -> size and spread, [] each
 
     def counts(self, minibatches: Sequence[Fragments], group: Group = ALONE) -> list[Counts]:
         """Return for each minibatch the number of real steps, and of those where each head mattered, summed over all ranks."""
@@ -189,7 +197,16 @@ def prepare(rollout: Rollout, policy: Policy, config: PPOConfig, reward_normaliz
         explained_variance=explained_variance(all_values, all_returns, all_valid.bool()),
         value_spread=all_values.std(correction=0),
         return_spread=all_returns.std(correction=0),
+        hidden_state=rollout.hidden_squares.mean(1).amax().sqrt(),
+        inputs={} if policy.normalizer is None else {name: _size_and_spread(obs[name]) for name in policy.normalizer.names},
     )
+
+
+def _size_and_spread(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the root mean square of normalised inputs [M, ...], and the spread of each over the steps, averaged. Looks at some steps."""
+    seen = inputs[:: max(1, len(inputs) // MOST_SEEN)].float()
+    variance, mean = torch.var_mean(seen, dim=0, correction=0)
+    return (variance + mean.square()).mean().sqrt(), variance.sqrt().mean()
 
 
 def _in_critic_units(policy: Policy, returns: Tensor, values: Tensor, valid: Tensor, group: Group) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from esper.profiling import DATA_WAIT, ENVIRONMENT, FORWARD
 from esper.rl.acting import Step, fused_step, plain_step
-from esper.rl.batch import Rollout
+from esper.rl.batch import LOOKS, Rollout
 from esper.rl.distributions import Choice, Noise
 from esper.rl.gae import discounted_sums
 from esper.rl.policy import Policy, raise_on_empty_rows
@@ -168,6 +169,8 @@ class Collector:
         self.recent_lengths: deque[float] = deque(maxlen=RECENT_EPISODES)
         self._has_stepped = False
         self._rollout: Rollout | None = None
+        # The size of the memory is noted after the last step and after earlier ones, evenly spaced: step -> row of `hidden_squares`.
+        self._looks = {num_steps - 1 - row * max(1, num_steps // LOOKS): row for row in range(LOOKS)}
         elsewhere = env.device != self.device  # then observations and actions are moved in every step
         self._to_learner = Staging(self.device) if elsewhere else None
         self._to_env = Staging(env.device) if elsewhere else None
@@ -232,7 +235,7 @@ class Collector:
         # Use the copy in the rollout: the environment may overwrite the tensors that it returned.
         obs = {name: value[step] for name, value in rollout.obs.items()}
         # Only the policy runs in inference mode. Its tensors must not reach the environments, which may write to the actions they get.
-        with torch.inference_mode():
+        with FORWARD, torch.inference_mode():
             features, parameters, state = act(obs, self.state)
             choice = distribution.choose(parameters, masks, noise)
         if self.checks_at_once:
@@ -246,12 +249,15 @@ class Collector:
         actions = distribution.actions(Choice(*(part.clone() for part in choice)))
         actions = self._to_env_device(actions)
         began = time.perf_counter()
-        answer = self.env.step(actions)
+        with ENVIRONMENT:
+            answer = self.env.step(actions)
         self.env_seconds += time.perf_counter() - began
         if not self._has_stepped:  # check the first timestep only
             check_timestep(self.env, answer)
             self._has_stepped = True
         after = self._to_learner_device(answer)
+        if step in self._looks:
+            torch.mean(state.square(), dim=1, out=rollout.hidden_squares[self._looks[step]])
         self._store_outcome(rollout, step, after, state)
         self.timestep = after
         return features, parameters, *choice
@@ -266,7 +272,8 @@ class Collector:
         groups = {"obs/": timestep.obs, "masks/": timestep.masks, "final/": timestep.final_obs or {}}
         for prefix, group in groups.items():
             parts |= {prefix + name: value for name, value in group.items()}
-        moved = self._to_learner.move(parts)
+        with DATA_WAIT:
+            moved = self._to_learner.move(parts)
         obs, masks, final = ({name: moved[prefix + name] for name in group} for prefix, group in groups.items())
         return Timestep(
             obs=obs,
@@ -282,9 +289,10 @@ class Collector:
         """Return the actions on the environment's device."""
         if self._to_env is None:
             return actions
-        moved = self._to_env.move(actions)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        with DATA_WAIT:
+            moved = self._to_env.move(actions)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
         return moved
 
     def _store_masks(self, rollout: Rollout, step: int, masks: Masks) -> Masks:

@@ -29,13 +29,21 @@ class NetworkConfig(Config):
 
 
 class ThresholdsConfig(Config):
-    """Thresholds of warnings: an event of kind `warned` reports every diagnostic that crosses its threshold in an update."""
+    """Limits of healthy training. An event of kind `anomaly` tells when a diagnostic crosses its limit, and when it is back."""
 
-    ratio_explosion: PositiveFloat = 10.0  # warn above this largest probability ratio
-    entropy_collapse: NonNegativeFloat = 0.02  # warn below this normalised entropy of a discrete head
-    value_collapse: NonNegativeFloat = 0.01  # warn below this spread of the values relative to that of the returns
-    low_explained_variance: float = -0.5  # warn below this share of the returns' variance explained by the values
-    gradient_health: Fraction = 0.3  # warn below this health of a part's gradients: 1 healthy, 0.5 vanished, 0 exploded
+    ratio_explosion: PositiveFloat = 10.0  # anomaly above this largest probability ratio
+    ratio_collapse: NonNegativeFloat = 1e-4  # anomaly if the largest probability ratio of updates stays this close to 1
+    kl: PositiveFloat = 0.5  # anomaly above this mean KL of an update
+    entropy_collapse: NonNegativeFloat = 0.02  # anomaly below this normalised entropy of a discrete head
+    value_collapse: NonNegativeFloat = 0.01  # anomaly below this spread of the values relative to that of the returns
+    low_explained_variance: float = -0.5  # anomaly below this share of the returns' variance explained by the values
+    gradient_health: Fraction = 0.3  # anomaly below this health of a part's gradients: 1 healthy, 0.5 vanished, 0 exploded
+    vanished_updates: PositiveInt = 5  # anomaly if the gradient of a part has vanished in this many updates in a row
+    hidden_state: PositiveFloat = 10.0  # anomaly above this root mean square of the memory
+    input_drift: PositiveFloat = 4.0  # anomaly above this root mean square of normalised observations; it is 1 in training so far
+    plateau_updates: PositiveInt = 15  # anomaly if neither return nor critic is better than at first in this many updates
+    degradation: Fraction = 0.5  # anomaly if this share of the best gain in return is lost again
+    memory_growth: PositiveFloat = 8.0  # anomaly if every update adds memory, and this many MiB on average
 
 
 class PPOConfig(Config):

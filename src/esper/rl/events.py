@@ -1,12 +1,15 @@
-"""Events of the learner, and the thresholds that turn diagnostics of an update into warnings."""
+"""Events of the learner, and the monitor that finds anomalies in its updates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from esper.rl.config import ThresholdsConfig
 from esper.runs import Event
+from esper.runs.anomalies import Anomaly, Degradation, InputDrift, MemoryGrowth, Monitor, Standstill, Threshold, Vanished
+from esper.runs.telemetry import Internals
 
 
 class Update(Event, tag="update"):
@@ -66,7 +69,7 @@ class Skipped(Event, tag="skipped"):
 
 
 class Warned(Event, tag="warned"):
-    """A diagnostic crossed its threshold."""
+    """A diagnostic crossed its threshold. Early versions of esper emitted it in every such update; now there is `Anomaly`."""
 
     step: int
     diagnostic: str  # a field of `esper.rl.config.ThresholdsConfig`
@@ -91,35 +94,74 @@ class EpisodesRestarted(Event, tag="episodes_restarted"):
     step: int
 
 
-OF_ALL_RANKS = (Update, GradientNorms, RewardsNotFinite, Skipped, Warned)  # computed over all ranks, so they are the same on each
+OF_ALL_RANKS = (Update, GradientNorms, RewardsNotFinite, Skipped, Anomaly, Internals)  # rank 0 emits them for all ranks
+
+MIB = 2**20
+FEW_EPISODES = 50  # a mean return over fewer episodes is not looked at
+LEARNED_VARIANCE = 0.1  # a critic that explains more of the returns' variance learns
+SMALL_RATE = 0.05  # of the largest learning rate so far: below it, the policy need not change
 
 
-def warnings(
-    update: Update,
-    gradients: GradientNorms,
-    *,
-    value_spread: float,
-    return_spread: float,
-    mattered: dict[str, bool],
-    thresholds: ThresholdsConfig,
-) -> Iterator[Warned]:
-    """Yield a warning for every diagnostic of an update that crosses its threshold.
+class LearnerMonitor(Monitor):
+    """Finds anomalies in the updates of a learner. Every rank has one; that of rank 0 reports."""
 
-    `mattered` tells for each discrete head whether it mattered. Only the entropy of discrete heads has a lower bound and is checked.
-    """
+    def __init__(self, thresholds: ThresholdsConfig) -> None:
+        super().__init__()
+        self.thresholds = thresholds
 
-    def warned(diagnostic: str, subject: str, value: float) -> Warned:
-        return Warned(step=update.step, diagnostic=diagnostic, subject=subject, value=value, threshold=getattr(thresholds, diagnostic))
+    def see(
+        self,
+        update: Update,
+        gradients: GradientNorms,
+        *,
+        value_spread: float,
+        return_spread: float,
+        mattered: Mapping[str, bool],
+        return_error: float,
+        hidden_state: float,
+        inputs: Mapping[str, tuple[float, float]],
+        memory: Mapping[str, int],
+    ) -> list[Anomaly]:
+        """Return the anomalies that begin or end with this update.
 
-    if update.ratio_max > thresholds.ratio_explosion:
-        yield warned("ratio_explosion", "", update.ratio_max)
-    for head, entropy in update.entropy.items():
-        if mattered.get(head, False) and entropy < thresholds.entropy_collapse:
-            yield warned("entropy_collapse", head, entropy)
-    if return_spread > 0 and value_spread / return_spread < thresholds.value_collapse:
-        yield warned("value_collapse", "", value_spread / return_spread)
-    if update.explained_variance < thresholds.low_explained_variance:
-        yield warned("low_explained_variance", "", update.explained_variance)
-    for part, health in gradients.health.items():
-        if health < thresholds.gradient_health:
-            yield warned("gradient_health", part, health)
+        `mattered` tells for each discrete head whether it mattered; only the entropy of discrete heads has a lower bound and is checked.
+        `return_error` is the standard error of the mean return, nan if it is over too few episodes. `inputs` are size and spread of each
+        normalised observation, `memory` the bytes in use by place.
+        """
+        limits, step = self.thresholds, update.step
+        self.largest_rate = max(self.largest_rate, update.learning_rate)
+        seen: list[Anomaly | None] = []
+
+        def threshold(what: str, subject: str, value: float | None, **options: Any) -> None:
+            seen.append(self.detector(Threshold, subject, what=what, **options).see(value, step=step))
+
+        threshold("ratio_explosion", "", update.ratio_max, above=limits.ratio_explosion)
+        # The first gradient step always has the ratio 1, and one with a small learning rate hardly changes it.
+        may_learn = update.gradient_steps > 1 and update.learning_rate >= SMALL_RATE * self.largest_rate
+        threshold("ratio_collapse", "", update.ratio_max - 1 if may_learn else None, below=limits.ratio_collapse, begins_after=3)
+        threshold("kl", "", update.total_kl, above=limits.kl)
+        for head, entropy in update.entropy.items():
+            if mattered.get(head, False) and entropy != 0.0:  # exactly 0: its masks left nothing to choose
+                threshold("entropy_collapse", head, entropy, below=limits.entropy_collapse)
+        share = value_spread / return_spread if return_spread > 0 else None
+        threshold("value_collapse", "", share, below=limits.value_collapse, begins_after=3)
+        threshold("low_explained_variance", "", update.explained_variance, below=limits.low_explained_variance, begins_after=5)
+        for part, health in gradients.health.items():
+            threshold("gradient_health", part, health, below=limits.gradient_health)
+            # A head that did not matter has no gradient.
+            if mattered.get(part.removeprefix("head "), True):
+                vanished = self.detector(Vanished, part, what="gradient_health", begins_after=limits.vanished_updates)
+                seen.append(vanished.see(gradients.norms[part], step=step))
+        threshold("hidden_state", "", hidden_state, above=limits.hidden_state)
+        for name, (size, spread) in inputs.items():
+            seen.append(self.detector(InputDrift, name, largest=limits.input_drift).see(size, spread, step=step))
+        # Detectors look for a loss that does not fall, so they get the return with the opposite sign.
+        loss = None if math.isnan(return_error) else -update.mean_return
+        # A critic that learns is progress too: the return of a hard task may stand still for long.
+        still = self.detector(Standstill, "return", window=limits.plateau_updates)
+        is_learning = update.explained_variance > LEARNED_VARIANCE
+        seen.append(still.see(loss, error=return_error, is_learning=is_learning, step=step))
+        seen.append(self.detector(Degradation, "return", share=limits.degradation).see(loss, least=4 * return_error, step=step))
+        for place, used in memory.items():
+            seen.append(self.detector(MemoryGrowth, place, limit=limits.memory_growth * MIB).see(used, step=step))
+        return [anomaly for anomaly in seen if anomaly is not None]

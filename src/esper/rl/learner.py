@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from esper.gradients import LossScales, NoLossScales
 from esper.parallel import ALONE, Group
+from esper.profiling import BACKWARD, FORWARD, OPTIMIZER
 from esper.rl.batch import Batch, Fragments, Minibatch, Rollout, minibatches, prepare, split
 from esper.rl.config import PPOConfig
 from esper.rl.loss import Coefficients, Counts, Terms, add_up, ppo_loss
@@ -65,6 +66,8 @@ class Outcome:
     value_spread: float
     return_spread: float
     mattered: list[bool]  # per head: whether it mattered in any step of the rollout
+    hidden_state: float  # root mean square of the memory of this rank at its largest; nan without a memory
+    inputs: dict[str, tuple[float, float]]  # normalised observation of this rank -> size (root mean square) and spread
 
 
 class Learner:
@@ -131,7 +134,8 @@ class Learner:
             dealt = list(minibatches(batch.starts, length=length, parts=parts, rng=self.rng, valid=batch.valid))
             for fragments, counts in zip(dealt, batch.counts(dealt, self.group), strict=True):
                 terms = self._backward(batch, fragments, counts, coefficients)
-                stopped = self._step(terms, stopped, log)
+                with OPTIMIZER:
+                    stopped = self._step(terms, stopped, log)
                 if self.device.type == "cpu" and bool(stopped):
                     return self._read(batch, log)
         return self._read(batch, log)
@@ -182,12 +186,13 @@ class Learner:
         """Add the gradient of one micro-batch to the buffer. Return its terms."""
         policy = self.policy
         half = _HALF_PRECISIONS.get(self.config.precision)
-        with torch.autocast(self.device.type, dtype=half, enabled=half is not None):
-            inputs = self.encode(minibatch.obs)
-            parameters, predicted = self.heads(policy.core.sequence(inputs, minibatch.states, minibatch.sizes))
-        new = policy.distribution.evaluate(parameters, minibatch.choice, minibatch.masks)
-        terms = ppo_loss(new, predicted.to(new.log_prob.dtype), minibatch.samples, counts, coef)
-        with np.errstate(over="ignore", invalid="ignore"):  # `_step` handles gradients that are not finite
+        with FORWARD:
+            with torch.autocast(self.device.type, dtype=half, enabled=half is not None):
+                inputs = self.encode(minibatch.obs)
+                parameters, predicted = self.heads(policy.core.sequence(inputs, minibatch.states, minibatch.sizes))
+            new = policy.distribution.evaluate(parameters, minibatch.choice, minibatch.masks)
+            terms = ppo_loss(new, predicted.to(new.log_prob.dtype), minibatch.samples, counts, coef)
+        with BACKWARD, np.errstate(over="ignore", invalid="ignore"):  # `_step` handles gradients that are not finite
             self.loss_scale.scaled(terms.loss).backward()  # type: ignore[no-untyped-call]
         return Terms(*(term.detach() for term in terms))
 
@@ -216,22 +221,26 @@ class Learner:
     def _read(self, batch: Batch, log: _Log) -> Outcome:
         """Read the statistics of an update from the device in one transfer."""
         norms = {part: norm / self.clip for part, norm in gradient_norms(self.policy).items()}  # undo the clipping
-        # Join all numbers into one tensor: the log, one flag per head, four scalars, and the norms. Then cut the list apart again.
-        scalars = (batch.explained_variance, batch.value_spread, batch.return_spread, self.in_a_row)
+        # Join all numbers into one tensor: the log, one flag per head, the scalars, and the norms. Then cut the list apart again.
+        seen = [number for pair in batch.inputs.values() for number in pair]
+        scalars = (batch.explained_variance, batch.value_spread, batch.return_spread, self.in_a_row, batch.hidden_state, *seen)
         parts = [log.rows.flatten(), batch.mattered, torch.stack([*(s.to(torch.float32) for s in scalars), *norms.values()])]
         numbers = torch.cat([part.to(torch.float32) for part in parts]).tolist()
         size, heads = log.rows.numel(), len(self.entropy_weights)
         rows = np.array(numbers[:size]).reshape(log.rows.shape)
         rest = numbers[size:]
-        variance, value_spread, return_spread, in_a_row = rest[heads : heads + 4]
+        variance, value_spread, return_spread, in_a_row, hidden_state = rest[heads : heads + 5]
+        sizes_and_spreads, norm_values = rest[heads + 5 : heads + len(scalars)], rest[heads + len(scalars) :]
         return log.summarise(
             rows,
             skipped_in_a_row=int(in_a_row),
-            gradient_norms=dict(zip(norms, rest[heads + 4 :], strict=True)),
+            gradient_norms=dict(zip(norms, norm_values, strict=True)),
             explained_variance=variance,
             value_spread=value_spread,
             return_spread=return_spread,
             mattered=[bool(flag) for flag in rest[:heads]],
+            hidden_state=hidden_state,
+            inputs=dict(zip(batch.inputs, zip(sizes_and_spreads[::2], sizes_and_spreads[1::2], strict=True), strict=True)),
         )
 
     @torch.no_grad()

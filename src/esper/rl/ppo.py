@@ -20,22 +20,35 @@ from typing import Any
 from warnings import warn
 
 import msgspec
+import numpy as np
 import torch
 from torch import nn
 
 from esper.devices import Stopwatch
 from esper.gradients import gradient_health
 from esper.parallel import ALONE, Group
+from esper.profiling import TELEMETRY
 from esper.rl.batch import Rollout
 from esper.rl.checkpoints import load_learner, save_learner
 from esper.rl.collector import Collector
 from esper.rl.config import PPOConfig
 from esper.rl.evaluate import MAX_STEPS, PolicyEvaluation, evaluate
-from esper.rl.events import CompileFailed, EpisodesRestarted, GradientNorms, RewardsNotFinite, Skipped, Update, warnings
+from esper.rl.events import (
+    FEW_EPISODES,
+    CompileFailed,
+    EpisodesRestarted,
+    GradientNorms,
+    LearnerMonitor,
+    RewardsNotFinite,
+    Skipped,
+    Update,
+)
 from esper.rl.learner import Learner, Outcome
 from esper.rl.policy import Policy
 from esper.rng import Streams
 from esper.runs import Event, load_module, plain_names
+from esper.runs.anomalies import resident_bytes
+from esper.runs.telemetry import Internals, Telemetry
 from esper.vecenv import Actions, ActionSpec, EnvSource, ObservationSpec, Saveable, Spaces, Timestep, VecEnv, make
 from esper.vecenv.builtin import BUILTIN
 from esper.vecenv.spaces import HasSpaces, spaces_of_specs
@@ -65,7 +78,7 @@ class PPO:
     - `num_envs`: the number of environments to make from it; by default 16, or 1 if `env` is a single environment.
     - `encoder`, `actor`, `critic`: replace the built-in ones (see `Policy`).
     - `device`: of the policy; by default that of the environment.
-    - `on_event`: called with every event: updates, skipped steps, warnings.
+    - `on_event`: called with every event: updates, skipped steps, anomalies.
     - `learning_rate`: replaces the schedule of the config; a function of the share of training that is left, which falls from 1 to 0.
     - `group`: the ranks that train together; all train the same policy, each in its own environments.
     """
@@ -128,6 +141,9 @@ class PPO:
         self.step = 0  # steps of all environments of all ranks so far
         self.updates = 0
         self.skipped = 0  # gradient steps that were not finite so far
+        self.telemetry = Telemetry()
+        self.monitor = LearnerMonitor(config.thresholds)
+        self._return_error = math.nan  # standard error of the last mean return; nan if it is over few episodes
         self._reported_bad_rewards = 0  # bad rewards of all ranks that events have reported so far
         self._has_begun = False  # whether the environments were reset
 
@@ -150,7 +166,8 @@ class PPO:
             outcome = self.update(rollout, progress=min(1.0, begun_at / total_steps))
             watch.mark()
             collect_seconds, update_seconds = watch.seconds()
-            update = self._report(outcome, collect_seconds, update_seconds, other)
+            with TELEMETRY:
+                update = self._report(outcome, collect_seconds, update_seconds, other)
             done = time.perf_counter()
             yield update
             if outcome.skipped_in_a_row >= self.config.max_skips:
@@ -188,8 +205,8 @@ class PPO:
         return outcome
 
     def _report(self, outcome: Outcome, collect_seconds: float, update_seconds: float, other_seconds: float) -> Update:
-        """Emit the events of an update: its summary, gradient norms, bad rewards, skipped steps and warnings. Return the summary."""
-        heads, norms = self.policy.distribution.head_names, outcome.gradient_norms
+        """Emit the events of an update: its summary, gradient norms, bad rewards, skipped steps and anomalies. Return the summary."""
+        norms = outcome.gradient_norms
         update = self._summary(outcome, collect_seconds, update_seconds, other_seconds)
         gradients = GradientNorms(step=self.step, norms=norms, health={name: gradient_health(norm) for name, norm in norms.items()})
         self.on_event(update)
@@ -200,22 +217,48 @@ class PPO:
         if outcome.first_skipped is not None:
             parts = outcome.first_skipped._asdict()
             self.on_event(Skipped(step=self.step, count=outcome.skipped, in_a_row=outcome.skipped_in_a_row, **parts))
-        for warned in warnings(
+        if self.telemetry.is_on:
+            self._monitor(outcome, update, gradients)
+        return update
+
+    def _monitor(self, outcome: Outcome, update: Update, gradients: GradientNorms) -> None:
+        """Emit the anomalies that begin or end with an update and, at the level "debug", its internals."""
+        heads = self.policy.distribution.head_names
+        memory = {"": resident_bytes()}
+        if self.device.type == "cuda":
+            memory["device"] = torch.cuda.memory_allocated(self.device)
+        anomalies = self.monitor.see(
             update,
             gradients,
             value_spread=outcome.value_spread,
             return_spread=outcome.return_spread,
             mattered={head.name: outcome.mattered[heads.index(head.name)] for head in self.env.action_spec.discrete},
-            thresholds=self.config.thresholds,
-        ):
-            self.on_event(warned)
-        return update
+            return_error=self._return_error,
+            hidden_state=outcome.hidden_state,
+            inputs=outcome.inputs,
+            memory=memory,
+        )
+        if self.telemetry.is_debug:
+            self.on_event(
+                Internals(
+                    step=self.step,
+                    hidden_state=None if math.isnan(outcome.hidden_state) else outcome.hidden_state,
+                    inputs={name: {"size": size, "spread": spread} for name, (size, spread) in outcome.inputs.items()},
+                    memory_bytes=memory[""],
+                    device_memory_bytes=memory.get("device"),
+                )
+            )
+        for anomaly in anomalies:
+            self.on_event(anomaly)
+        self.telemetry.end_update(anomalies)
 
     def _summary(self, outcome: Outcome, collect_seconds: float, update_seconds: float, other_seconds: float) -> Update:
         """Return the event of an update, with the episodes of all ranks."""
         collector, heads = self.collector, self.policy.distribution.head_names
         own = (collector.episodes, list(collector.recent_returns), list(collector.recent_lengths), collector.bad_rewards)
         episodes, returns, lengths, bad_rewards = zip(*self.group.gather_objects(own), strict=True)
+        recent = list(itertools.chain(*returns))
+        self._return_error = float(np.std(recent)) / math.sqrt(len(recent)) if len(recent) >= FEW_EPISODES else math.nan
         # The outcome has lists by head and the count of this update; the event has dictionaries and the count so far.
         changed = {
             "entropy": dict(zip(heads, outcome.entropy, strict=True)),
@@ -227,7 +270,7 @@ class PPO:
             step=self.step,
             update=self.updates,
             episodes=sum(episodes),
-            mean_return=_mean(list(itertools.chain(*returns))),
+            mean_return=_mean(recent),
             mean_length=_mean(list(itertools.chain(*lengths))),
             learning_rate=self.learner.learning_rate,
             gradient_steps=outcome.steps_taken,
@@ -335,6 +378,7 @@ class PPO:
             "learner": learner,
             **own,
             "counters": {"step": self.step, "updates": self.updates, "skipped": self.skipped},
+            "monitor": {**self.monitor.state_dict(), **self.telemetry.state_dict()},
             **({"other_ranks": others} if others else {}),
         }
 
@@ -346,6 +390,9 @@ class PPO:
         self.learner.load_state_dict(state["learner"])
         self.streams.load_state_dict(state["streams"])
         self.step, self.updates, self.skipped = (state["counters"][name] for name in ("step", "updates", "skipped"))
+        if "monitor" in state:  # an early version of esper had none
+            self.monitor.load_state_dict(state["monitor"])
+            self.telemetry.load_state_dict(state["monitor"])
         self._has_begun = state["collector"] is not None
         if not self._has_begun:
             return

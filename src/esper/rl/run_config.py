@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from esper.config import Config, ConfigError, Count, Fraction, NonNegativeInt, PositiveInt, Threads
 from esper.rl.config import NetworkConfig, PPOConfig
+from esper.runs.telemetry import Level
 
 EnvValue = bool | int | float | str | None | list[bool | int | float | str]
 MAX_ROLLOUT = 2**31  # most steps of all environments in one update; a step takes hundreds of bytes
@@ -17,6 +18,8 @@ class ShownConfig(Config):
     tensorboard: bool = False  # also write scalars for TensorBoard into the run folder
     wandb: Literal["offline", "online"] | None = None
     """also write scalars for Weights & Biases into the run folder; online: also send them to your account"""
+    telemetry: Level = "normal"  # off: only start, end and checkpoints; minimal: no details of heads; debug: also memory, inputs and so on
+    telemetry_escalation: NonNegativeInt = 5  # updates for which an anomaly raises the telemetry to debug; 0: never
 
 
 class TrainConfig(ShownConfig):

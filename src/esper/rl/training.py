@@ -18,6 +18,7 @@ import contextlib
 import copy
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -28,8 +29,10 @@ import msgspec
 from torch import nn
 
 from esper.config import describe, load_saved, save
+from esper.display import Card, Displayed
 from esper.files import make_folder, remove
 from esper.parallel import ALONE, Group
+from esper.profiling import TELEMETRY, Profiler
 from esper.rl.checkpoints import open_store
 from esper.rl.collector import RECENT_EPISODES
 from esper.rl.evaluate import EvaluationStopped, PolicyEvaluation
@@ -52,7 +55,11 @@ from esper.runs import (
     read,
     sinks_in,
 )
+from esper.runs.cards import write_card
 from esper.runs.folder import CONFIG, EVENTS, Kind as RunKind, RunError, check_holds_a_run, check_is_free, default_folder, locked
+from esper.runs.telemetry import Level
+from esper.statistics import student_interval
+from esper.text_table import duration
 from esper.vecenv import EnvSource
 from esper.vecenv.registry import named
 
@@ -77,6 +84,12 @@ class RunConfig(Protocol):
 
     @property
     def wandb(self) -> WandbMode | None: ...
+
+    @property
+    def telemetry(self) -> Level: ...
+
+    @property
+    def telemetry_escalation(self) -> int: ...
 
 
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
@@ -124,7 +137,7 @@ ENVIRONMENT = Trainer(
 
 
 @dataclass(frozen=True, slots=True)
-class RunResult:
+class RunResult(Displayed):
     """Result of a run. `seconds` counts all its sessions; means are over the last 100 training episodes, nan if there were none.
 
     The status is "had finished" if nothing was left to do, not even the evaluation at the end.
@@ -138,6 +151,20 @@ class RunResult:
     mean_return: float
     mean_length: float
     evaluation: PolicyEvaluation | None = None  # of the best policy on fresh episodes
+    profile: str | None = None  # table of the shares of time, if some updates were profiled
+
+    def card(self) -> Card:
+        """Return the result for notebooks."""
+        figures = [
+            ("status", f"{self.status}, {self.step:,} steps, {duration(self.seconds)}"),
+            ("episodes", f"{self.episodes:,}"),
+            ("return in training", f"{self.mean_return:.3f}, mean length {self.mean_length:.1f}" if self.episodes else "no episode ended"),
+        ]
+        if self.evaluation is not None:
+            interval = student_interval(self.evaluation.returns) if len(self.evaluation.returns) > 1 else None
+            reach = "" if interval is None else f" [{interval.low:.3f}, {interval.high:.3f}]"
+            figures.append(("return in evaluation", f"{self.evaluation.mean_return:.3f}{reach}, {len(self.evaluation.returns)} episodes"))
+        return Card(f"Run {self.folder.name}", [*figures, ("folder", str(self.folder))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +177,7 @@ class Options:
     group: Group
     trainer: Trainer[Any]
     callback: Callback | None = None
+    profile: int = 0
 
 
 class RunOptions(TypedDict, total=False):
@@ -160,14 +188,11 @@ class RunOptions(TypedDict, total=False):
     wandb: WandbMode | None
     should_stop: Callable[[], bool]
     group: Group
+    profile: int
 
 
 def _never() -> bool:
     return False
-
-
-def _ignore(event: Event) -> None:
-    pass
 
 
 def train_run(
@@ -189,7 +214,7 @@ def train_run(
     when resuming. `callback(ppo, update)` is called after every update; if it returns False, the run stops.
 
     The options `tensorboard` and `wandb` replace those of the config unless they are None. The run stops with a checkpoint after the update
-    in which `should_stop()` becomes true.
+    in which `should_stop()` becomes true. `profile` updates are profiled after a warm-up: the run folder gets a trace, the result a table.
     """
     return run_trainer(ENVIRONMENT, config, folder, resume=resume, encoder=encoder, env=env, callback=callback, **options)
 
@@ -208,9 +233,10 @@ def run_trainer(
     wandb: WandbMode | None = None,
     should_stop: Callable[[], bool] = _never,
     group: Group = ALONE,
+    profile: int = 0,
 ) -> RunResult:
     """Train as any kind of run; see `train_run`."""
-    options = Options(encoder, tuple(sinks), should_stop, group, trainer, callback)
+    options = Options(encoder, tuple(sinks), should_stop, group, trainer, callback, profile)
     if resume:
         if folder is None:
             raise RunError("there is no folder to resume in; give the folder of the run")
@@ -218,10 +244,20 @@ def run_trainer(
         resumed = _with_sinks(group.first(lambda: _resumed_config(place, config, trainer)), tensorboard, wandb)
         check_installed(tensorboard=resumed.tensorboard, wandb=resumed.wandb)
         with named(trainer.title(resumed), env), group.only_first(lambda: locked(place)):
-            return _resume(resumed, place, options)
+            return _with_card(_resume(resumed, place, options), group)
     if config is None:
         raise RunError("a new run needs a config; with resume=True, the run in the folder continues with its own")
-    return _begin(_with_sinks(config, tensorboard, wandb), folder, env, options)
+    return _with_card(_begin(_with_sinks(config, tensorboard, wandb), folder, env, options), group)
+
+
+def _with_card(result: RunResult, group: Group) -> RunResult:
+    """Write the card of the result into its folder, from the events that are on disk now. A failure only warns."""
+    if group.rank == 0:
+        try:
+            write_card(result.folder)
+        except OSError as error:
+            warnings.warn(f"the model card could not be written into {result.folder}: {error}", RuntimeWarning, stacklevel=4)
+    return result
 
 
 def _resumed_config(folder: Path, wanted: RunConfig | None, trainer: Trainer[Any]) -> Any:
@@ -379,13 +415,22 @@ class _Session:
         self.eval_steps = 0  # calls of `env.step` by evaluations at checkpoints, each of which steps all environments
         self.awaits_evaluation = False  # whether the checkpoint just saved still has to be evaluated
         self.began = time.perf_counter()
-        self.emit: Callable[[Event], None] = _ignore if log is None else log.emit
+        ppo.telemetry.configured, ppo.telemetry.escalation = config.telemetry, config.telemetry_escalation
+        self.profiler = Profiler(options.profile, folder, ppo.device, unit="update") if options.profile and log is not None else None
         self._kept_events: list[tuple[float, int, Event]] = []  # time, step and event; rank 0 writes them after every update
         if log is not None:
             log.clock = lambda: ppo.step
         relay.connect(self._keep_for_first if log is None else self.emit)
 
+    def emit(self, event: Event, **where: Any) -> None:
+        """Write an event, if this is rank 0 and its level of telemetry shows it."""
+        shown = self.ppo.telemetry.shown(event)
+        if self.log is not None and shown is not None:
+            self.log.emit(shown, **where)
+
     def close(self) -> None:
+        if self.profiler is not None:
+            self.profiler.close()
         if self.evaluator is not None:
             self.evaluator.close()
 
@@ -411,7 +456,10 @@ class _Session:
         total_steps = self._start()
         try:
             for update in ppo.train(total_steps):
-                self._write_events_of_others()
+                with TELEMETRY:
+                    self._write_events_of_others()
+                if self.profiler is not None:
+                    self.profiler.step()
                 was_asked, callback = self.options.should_stop(), self.options.callback
                 is_ended_by_callback = callback is not None and callback(ppo, update) is False
                 stops = group.any(was_asked or is_ended_by_callback)
@@ -462,7 +510,7 @@ class _Session:
         if self.log is not None:
             for rank, events in enumerate(events_by_rank):
                 for at, step, event in events:
-                    self.log.emit(event, rank=rank, time=at, step=step)
+                    self.emit(event, rank=rank, time=at, step=step)
 
     def _save(self, update: Update, *, is_due: bool, is_last: bool = False) -> None:
         """Write a checkpoint, and decide whether it is evaluated afterwards. All ranks must call it."""
@@ -530,7 +578,10 @@ class _Session:
         """Emit the end of the session and return its result."""
         seconds = self._seconds()
         self.emit(RunEnded(step=step, status=status, seconds=seconds))
-        return RunResult(self.folder, status, step, seconds, **summary, evaluation=evaluation)
+        if self.profiler is not None:
+            self.profiler.close()
+        profile = None if self.profiler is None else self.profiler.table()
+        return RunResult(self.folder, status, step, seconds, **summary, evaluation=evaluation, profile=profile)
 
     def _evaluate_best(self) -> tuple[PolicyEvaluation | None, bool]:
         """Evaluate the best policy on episodes that did not choose it; return the result and whether this was stopped."""

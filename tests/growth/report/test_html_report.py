@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.nn import functional as F
 
@@ -36,7 +42,7 @@ from esper.growth.report.summary import about_chance, about_rent, about_skipped,
 from esper.runs import Event, EventLog
 from esper.runs.folder import RunError
 
-pytestmark = pytest.mark.slow  # every page is drawn
+pytestmark = pytest.mark.slow  # a model is trained, and a page is made by another process
 
 NASTY = "<script>alert('x')</script> & $x^2$"
 
@@ -281,18 +287,19 @@ def test_the_rent_that_would_have_changed_a_decision_is_named() -> None:
 def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     page = write_report(write_run(tmp_path, eventful_run())).read_text()
     tags = Tags(page)
-    assert not {"script", "link", "img", "iframe", "object", "embed"} & tags.names
+    assert not {"link", "img", "iframe", "object", "embed"} & tags.names
+    assert page.count("<script>") == page.count("<script") == 1, "only the one that shows the numbers of a chart"
     assert all(target.startswith("#") for target in tags.targets), "only what is in the page itself"
     assert {target[1:] for target in tags.targets} <= set(tags.ids)
     assert not re.search(r"https?://|@import", page)
     assert set(re.findall(r"url\((.)", page)) <= {"#"}
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == 4, "loss, network, lives and parameters"
 
 
 def test_names_given_by_users_are_escaped_in_the_page(tmp_path: Path) -> None:
     page = write_report(write_run(tmp_path, eventful_run())).read_text()
     tags = Tags(page)
-    assert "script" not in tags.names
+    assert page.count("<script") == 1
     assert "b" not in tags.names
     assert tags.text.count(NASTY) >= 4, "in the chart, the ledger, the blueprints and the decisions"
     assert "<b>bold</b>" in tags.text
@@ -305,7 +312,7 @@ def test_drawings_take_their_colours_from_a_light_and_a_dark_theme(tmp_path: Pat
     assert {"ink", "validation", "fossilized", "trouble"} <= used
     light, _, dark = page.partition("prefers-color-scheme: dark")
     assert all(f"--{name}:" in light and f"--{name}:" in dark for name in used)
-    assert not re.search(r"(fill|stroke): #", drawings), "a chart has no colours of its own"
+    assert not re.search(r"""(fill|stroke)(: |=")(#|rgb|[a-z]*[^nv"a-z(])""", drawings), "a chart has no colours of its own"
 
 
 def test_equal_runs_give_equal_pages() -> None:
@@ -325,3 +332,66 @@ def test_a_folder_without_a_training_is_refused(tmp_path: Path) -> None:
         write_report(tmp_path)
     with pytest.raises(RunError, match="has not begun"):
         write_report(write_run(tmp_path, []))
+
+
+def charts_of(page: str) -> list[dict[str, Any]]:
+    """Return the numbers that the page shows under the pointer, chart by chart."""
+    return [json.loads(unescape(found)) for found in re.findall(r'data-chart="([^"]*)"', page)]
+
+
+def with_metrics(events: list[Event], shift: float) -> list[Event]:
+    """Return the events with an accuracy in every epoch."""
+    return [replace(event, metrics={"accuracy": shift + 0.1 * event.epoch}) if isinstance(event, EpochEnded) else event for event in events]
+
+
+def test_the_charts_hold_the_numbers_of_run_and_twin() -> None:
+    story, twin = summarise(with_metrics(eventful_run(), 0.2)), summarise(with_metrics(eventful_run(), 0.1))
+    loss, accuracy, _ = charts_of(render(story, twin, title="run", config="", rent=RentConfig()))
+    assert [line["name"] for line in loss["lines"]] == ["training", "validation", "validation of the twin, which never grew"]
+    assert loss["lines"][1]["y"] == pytest.approx([epoch.val_loss for epoch in story.epochs])
+    assert {mark["name"].partition(":")[0] for mark in loss["marks"]} == {"germinated", "kept", "pruned", "rolled back to epoch 5"}
+    assert accuracy["lines"][0]["y"] == pytest.approx([0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
+    assert accuracy["lines"][1]["y"] == pytest.approx([0.2, 0.3, 0.4, 0.5, 0.6, 0.7])
+    assert accuracy["percent"] is True
+
+
+def test_the_first_figure_is_the_difference_to_the_twin() -> None:
+    events = eventful_run()
+    twin = summarise(
+        [*events[:-2], replace(events[-2], val_loss=0.5), TwinCompared(samples=400, accuracy_difference=0.02, low=0.01, high=0.03)]
+    )
+    page = render(summarise(events), twin, title="run", config="", rent=RentConfig())
+    figures = re.findall(r"<strong>(.*?)</strong><span>(.*?)</span>", page)
+    assert figures[:2] == [("-0.1000", "validation loss against the twin"), ("+2.00 ±1.00", "points of test accuracy against the twin")]
+    alone = render(summarise(events), None, title="run", config="", rent=RentConfig())
+    assert re.findall(r"<strong>(.*?)</strong>", alone)[0] == "0.4000"
+    assert "it is unknown how much of the result is due to growth" in alone
+
+
+def test_the_network_is_drawn_with_its_seeds_and_their_cost_of_removal() -> None:
+    page = render(summarise(eventful_run()), None, title="run", config="", rent=RentConfig())
+    drawing = re.search(r'<svg[^>]*aria-label="the network and its slots".*?</svg>', page, flags=re.DOTALL)
+    assert drawing is not None
+    text = Tags(drawing[0]).text
+    assert f"{NASTY}, fossilized, alpha" in text
+    assert "costs +0.0500" in text
+    assert "if removed now" in text
+    assert "empty, last: norm, rolled back" in text
+
+
+def test_a_network_of_many_slots_counts_the_empty_ones() -> None:
+    names = [f"s{index}" for index in range(40)]
+    started = GrowthStarted(epoch=0, epochs=2, controller="never", raise_mode="joint", slots=names, parameters=10, flops=10)
+    views = [view(name, "HOLDING", "mlp") if name == "s20" else view(name, "DORMANT") for name in names]
+    page = render(summarise([started, epoch(1, *views)]), None, title="run", config="", rent=RentConfig())
+    assert "20 empty slots" in page
+    assert "19 empty slots" in page
+
+
+def test_making_a_report_imports_neither_torch_nor_matplotlib(tmp_path: Path) -> None:
+    write_run(tmp_path, eventful_run())
+    code = f"""import sys
+from esper.growth.report.html import write_report
+write_report({str(tmp_path)!r})
+print({{"torch", "matplotlib"}} & set(sys.modules))"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from esper.display import Card, Displayed
 from esper.growth.config import GrowthError
 from esper.growth.host.default_slots import choose
 from esper.growth.host.discover import Discovery, call, discover, weights_of
@@ -83,7 +84,7 @@ def check_has_no_slots(host: nn.Module) -> None:
             )
 
 
-class Slotted:
+class Slotted(Displayed):
     """A host and its slots. `model` is the module that the user passed, `host` the same module without wrappers.
 
     `calls` is the patch of the model's forward, so that it makes no difference whether the user calls `model` or this object.
@@ -299,6 +300,14 @@ class Slotted:
                 stacklevel=3,
             )
             return None
+
+    def card(self) -> Card:
+        """Return the slots for notebooks."""
+        host, seeds = self.discovery.host, sum(slot.seed is not None for slot in self.slots.values())
+        figures = [("parameters of the host", f"{host.parameters:,}"), ("FLOPs per sample", f"{host.flops:,}"), ("seeds", str(seeds))]
+        rows = [(name, _output(slot.place), _content(slot)) for name, slot in self.slots.items()]
+        state = "" if self.is_attached else ", removed"
+        return Card(f"{type(self.host).__name__} with {len(rows):,} slots{state}", figures, ("slot", "output", "content"), rows)
 
     def describe(self) -> str:
         """Return tables to print: every place with its slot, or the reason why nothing can grow there, and the cost of each blueprint."""

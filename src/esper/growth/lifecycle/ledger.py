@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import msgspec
 
+from esper.display import Card, Displayed
 from esper.growth.lifecycle.stages import Stage
 from esper.text_table import aligned, figure
 
@@ -74,7 +75,7 @@ class Rollback(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Ledger(msgspec.Struct):
+class Ledger(msgspec.Struct, Displayed):
     """All seeds of one run in the order of their birth, with the refused actions and the rollbacks."""
 
     entries: list[Entry] = []
@@ -83,6 +84,14 @@ class Ledger(msgspec.Struct):
 
     def count(self, outcome: Outcome) -> int:
         return sum(entry.outcome == outcome for entry in self.entries)
+
+    def card(self) -> Card:
+        """Return all seeds for notebooks."""
+        outcomes = [(outcome, str(self.count(outcome))) for outcome in get_args(Outcome)]
+        others = [("refused actions", str(len(self.refused))), ("rollbacks", str(len(self.rollbacks)))]
+        return Card(
+            f"Ledger of {len(self.entries):,} seeds", [*outcomes, *others], LEDGER_HEADING, ledger_rows(self.entries, is_short=True)
+        )
 
     def table(self) -> str:
         """Return a text table with one line per seed."""

@@ -24,14 +24,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
-from esper.gradients import GradientStats
 from esper.growth.config import LifecycleConfig, RentConfig
-from esper.growth.host.layout import Place
 from esper.growth.lifecycle.governor import LossRange
-from esper.statistics import Interval
+from esper.intervals import Interval
 from esper.text_table import figure
+
+if TYPE_CHECKING:  # they import torch, which programs that only read a run do without
+    from esper.gradients import GradientStats
+    from esper.growth.host.layout import Place
 
 
 class Stage(IntEnum):

@@ -1,236 +1,32 @@
-"""The report of a run: one self-contained page `report.html`, made from the events in the run's folder.
+"""The report of a run: one self-contained page `report.html`, made from the events in the run's folder. Imports no torch.
 
-The first half draws the charts as SVG. Their colours are CSS variables of the page, so that they suit light and dark themes. The second
-half writes the page. Equal stories give equal text.
+Charts and tables are those of `esper.runs.page`; the lives of the seeds and the network with its slots are drawn here. Equal stories give
+equal text.
 """
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from esper.config import load_saved
 from esper.files import printable, write_file
 from esper.growth.config import RentConfig, TrainingConfig
-from esper.growth.lifecycle.ledger import ANALYTICS_HEADING, LEDGER_HEADING, Row, analytics_rows, ledger_rows
-from esper.growth.lifecycle.stages import Stage
+from esper.growth.events import SlotView
+from esper.growth.lifecycle.ledger import ANALYTICS_HEADING, LEDGER_HEADING, analytics_rows, gain_in_words, ledger_rows
+from esper.growth.lifecycle.stages import OCCUPIED, Stage
 from esper.growth.report import summary
 from esper.growth.report.story import Remark, Story, read_story
+from esper.runs import page
 from esper.runs.folder import CONFIG, EVENTS, TWIN, RunError
+from esper.runs.page import LEFT, RIGHT, WIDTH, Line, Mark, Scale, chart, note, section, table, ticks, tiles
 from esper.text_table import figure
-
-# Names of the CSS variables. matplotlib draws with placeholder colours, which are replaced by the variables in its output.
-_VARIABLES = (
-    "ink",
-    "grid",
-    "train",
-    "validation",
-    "twin",
-    "germinated",
-    "training",
-    "blending",
-    "holding",
-    "fossilized",
-    "pruned",
-    "trouble",
-)
-_PLACEHOLDERS = {name: f"#0a0b{index:02x}" for index, name in enumerate(_VARIABLES)}
-
-_WIDTH = 9.0  # inches of 72 points
-_MARKS = {"germinated": "^", "fossilized": "o", "pruned": "X", "trouble": "v"}
-_MARK_LABELS = {"germinated": "germinated", "fossilized": "kept", "pruned": "pruned", "trouble": "rolled back"}
-
-
-def loss_plot(story: Story, twin: Story | None = None) -> str:
-    """Draw training and validation loss by epoch, with marks where seeds germinated and ended."""
-    with _drawing(3.6) as (chart, finish):
-        axes = chart.subplots()
-        epochs = [epoch.epoch for epoch in story.epochs]
-        axes.plot(epochs, [epoch.train_loss for epoch in story.epochs], color=_PLACEHOLDERS["train"], label="training")
-        axes.plot(epochs, [epoch.val_loss for epoch in story.epochs], color=_PLACEHOLDERS["validation"], label="validation", linewidth=2)
-        if twin is not None:
-            losses = [epoch.val_loss for epoch in twin.epochs]
-            twin_epochs = [epoch.epoch for epoch in twin.epochs]
-            axes.plot(twin_epochs, losses, color=_PLACEHOLDERS["twin"], label="validation, never grown", linestyle="--")
-        _use_log_scale(axes, story)
-        _mark_events(axes, story)
-        axes.set_ylabel("loss")
-        _finish_epochs(axes, story)
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, labelcolor=_PLACEHOLDERS["ink"])
-        return finish()
-
-
-def lives_plot(story: Story) -> str:
-    """Draw a horizontal bar for every seed, coloured by its stages."""
-    with _drawing(0.9 + 0.32 * max(len(story.seeds), 1)) as (chart, finish):
-        axes = chart.subplots()
-        end = story.epochs[-1].epoch if story.epochs else 0
-        used = set()
-        for row, seed in enumerate(story.seeds):
-            for (start, stage), (stop, _) in zip(seed.stages, [*seed.stages[1:], (end, "")], strict=True):
-                last = end if stage == Stage.FOSSILIZED.name else stop
-                if stage == Stage.PRUNED.name:
-                    marker = "trouble" if seed.outcome == "rolled back" else "pruned"
-                    axes.plot([start], [row], _MARKS[marker], color=_PLACEHOLDERS[marker], markersize=7, clip_on=False, zorder=3)
-                elif last > start:
-                    label = "" if stage in used else stage.lower()
-                    axes.barh(row, last - start, left=start, height=0.55, color=_PLACEHOLDERS[stage.lower()], label=label)
-                    used.add(stage)
-        axes.set_yticks(range(len(story.seeds)), [f"{seed.number}  {seed.blueprint} after {seed.slot}" for seed in story.seeds])
-        axes.set_ylim(len(story.seeds) - 0.4, -0.6)
-        axes.grid(visible=False, axis="y")
-        _finish_epochs(axes, story)
-        if used:
-            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, labelcolor=_PLACEHOLDERS["ink"])
-        return finish()
-
-
-def parameters_plot(story: Story) -> str:
-    """Draw the parameters of host and seeds by epoch, with a line for the host alone."""
-    with _drawing(2.4) as (chart, finish):
-        axes = chart.subplots()
-        host = story.began.parameters if story.began is not None else 0
-        epochs = [0, *(epoch.epoch for epoch in story.epochs)]
-        counts = [host, *(epoch.parameters for epoch in story.epochs)]
-        axes.step(epochs, counts, where="post", color=_PLACEHOLDERS["validation"], linewidth=2, label="with seeds")
-        axes.axhline(host, color=_PLACEHOLDERS["twin"], linestyle="--", label="host")
-        axes.set_ylim(0, 1.1 * max(counts))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.set_ylabel("parameters")
-        _finish_epochs(axes, story)
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, labelcolor=_PLACEHOLDERS["ink"])
-        return finish()
-
-
-def _use_log_scale(axes: Any, story: Story) -> None:
-    """Use a logarithmic axis if the losses differ by more than a factor of 5; on a linear one the end would look flat."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    losses = [loss for epoch in story.epochs for loss in (epoch.train_loss, epoch.val_loss) if loss > 0]
-    if losses and max(losses) > 5 * min(losses):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_minor_locator(NullLocator())
-
-
-def _mark_events(axes: Any, story: Story) -> None:
-    """Mark the epochs in which seeds germinated, were kept or pruned, and of rollbacks."""
-    events: dict[str, list[int | None]] = {
-        "germinated": [seed.born for seed in story.seeds],
-        "fossilized": [seed.ended for seed in story.seeds if seed.outcome == "kept"],
-        "pruned": [seed.ended for seed in story.seeds if seed.outcome == "pruned"],
-        "trouble": [rollback.epoch for rollback in story.rollbacks],
-    }
-    for level, (name, epochs) in enumerate(events.items()):
-        for epoch in sorted({epoch for epoch in epochs if epoch is not None}):
-            axes.axvline(epoch, color=_PLACEHOLDERS[name], linewidth=0.8, linestyle=":")
-        if epochs:
-            # One row above the curves per kind of mark, so that marks of one epoch do not overlap.
-            height = [1.03 + 0.05 * level] * len(epochs)
-            axes.plot(epochs, height, _MARKS[name], color=_PLACEHOLDERS[name], label=_MARK_LABELS[name],
-                      transform=axes.get_xaxis_transform(), clip_on=False, markersize=6)  # fmt: skip
-
-
-def _finish_epochs(axes: Any, story: Story) -> None:
-    """Set up the axis of epochs, up to the planned end."""
-    from matplotlib.ticker import MaxNLocator
-
-    planned = story.started.epochs if story.started is not None else None
-    axes.set_xlim(0, max(planned or 0, story.epochs[-1].epoch if story.epochs else 0, 1))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("epochs")
-
-
-@contextmanager
-def _drawing(height: float) -> Iterator[tuple[Any, Callable[[], str]]]:
-    """Yield an empty matplotlib figure with placeholder colours, and a function that returns it as SVG."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    ink, grid = _PLACEHOLDERS["ink"], _PLACEHOLDERS["grid"]
-    style: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "esper",
-        "text.parse_math": False,  # a slot may have any name
-        "font.size": 9,
-        "text.color": ink,
-        "axes.labelcolor": ink,
-        "axes.edgecolor": grid,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "grid.color": grid,
-        "grid.linewidth": 0.6,
-        "xtick.color": ink,
-        "ytick.color": ink,
-        "ytick.minor.size": 0,
-    }
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # ignore the user's own settings
-        matplotlib.rcParams.update(style)
-        chart = Figure(figsize=(_WIDTH, height), layout="constrained")
-        yield chart, lambda: _svg_of(chart)
-
-
-def _svg_of(chart: Any) -> str:
-    """Return a chart as SVG to embed in the page, without metadata and with CSS variables as colours."""
-    text = io.StringIO()
-    chart.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    svg = text.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")  # not needed inside an HTML page
-    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # they would repeat in every chart, and nothing refers to them
-    svg = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', svg, count=1)
-    for name, colour in _PLACEHOLDERS.items():
-        svg = svg.replace(colour, f"var(--{name})")
-    return svg.strip()
-
 
 REPORT = "report.html"
 CONFIGS = ("grow.toml", CONFIG)  # the first existing one is shown as the configuration
-
-STYLE = """
-:root { color-scheme: light dark;
-  --paper: #ffffff; --ink: #22262b; --soft: #5d6570; --grid: #dfe3e8; --train: #9aa5b1; --validation: #1f6feb; --twin: #b08800;
-  --germinated: #8250df; --training: #bf87f7; --blending: #e3a008; --holding: #54a0ff; --fossilized: #1a7f37; --pruned: #9a6700;
-  --trouble: #cf222e; }
-@media (prefers-color-scheme: dark) { :root {
-  --paper: #14171c; --ink: #dde3ea; --soft: #98a2ae; --grid: #2c333b; --train: #768390; --validation: #58a6ff; --twin: #d4a72c;
-  --germinated: #bc8cff; --training: #8957e5; --blending: #d29922; --holding: #388bfd; --fossilized: #3fb950; --pruned: #d29922;
-  --trouble: #ff7b72; } }
-body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem;
-  padding: 0 1.2rem; }
-h1 { font-size: 1.6rem; margin-bottom: 0.2rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 0.6rem; }
-p.summary { font-size: 1.05rem; margin-top: 0; } p.note, caption { color: var(--soft); }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-td, th { border-bottom: 1px solid var(--grid); padding: 0.3rem 0.9rem 0.3rem 0; text-align: left; vertical-align: top; }
-th { color: var(--soft); font-weight: 600; white-space: nowrap; } .number { text-align: right; white-space: nowrap; }
-td.kept { color: var(--fossilized); } td.trouble { color: var(--trouble); }
-svg { display: block; height: auto; min-width: 36rem; width: 100%; } pre { overflow-x: auto; font-size: 0.85rem; }
-"""
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<h1>{title}</h1>
-{body}
-</body>
-</html>
-"""
+_MAX_EMPTY = 8  # slots that are all shown; of more, empty ones in a row are only counted
+_NAME_WIDTH = 36  # characters of a slot's name in a drawing
 
 
 def write_report(run_folder: Path | str) -> Path:
@@ -241,35 +37,234 @@ def write_report(run_folder: Path | str) -> Path:
         raise RunError(f"there is nothing to report about {folder}: the training has not begun; try again later")
     twin = read_story(folder / TWIN) if (folder / TWIN / EVENTS).is_file() else None
     config = next((text for name in CONFIGS if (text := _text(folder / name))), "")
-    page = render(story, twin, title=printable(folder.name), config=config, rent=_rent(folder))
+    content = render(story, twin, title=printable(folder.name), config=config, rent=_rent(folder))
     path = folder / REPORT
-    write_file(path, page.encode())
+    write_file(path, content.encode())
     return path
 
 
 def render(story: Story, twin: Story | None, *, title: str, config: str, rent: RentConfig) -> str:
     """Return the page as HTML. `rent` is the rent of the run, for the notes about it."""
-    sections = [f'<p class="summary">{escape(summary.headline(story, twin))}</p>', _circumstances(story)]
+    parts = [f'<p class="summary">{escape(summary.headline(story, twin))}</p>', tiles(summary.tiles(story, twin)), _circumstances(story)]
+    parts += map(note, summary.about_twin(story, twin))
     heading, rows = summary.comparison(story, twin)
     if rows:
-        sections.append(_section("Before, after, cost", _table(heading, rows, numbers=range(1, len(heading)))))
-        sections += _notes([*summary.about_chance(twin), *summary.about_rent(story, rent)])
+        name = "Before, after, cost" if twin is None else "Against the twin, before, after, cost"
+        parts.append(section(name, table(heading, rows, numbers=range(1, len(heading)))))
+        parts += map(note, [*summary.about_chance(twin), *summary.about_rent(story, rent)])
     if story.epochs:
-        sections.append(_section("Loss", loss_plot(story, twin)))
+        parts.append(section("Loss", loss_chart(story, twin)))
+        metrics = dict.fromkeys(name for epoch in story.epochs for name in epoch.metrics)
+        parts += [section(f"Validation {name}", metric_chart(name, story, twin)) for name in metrics]
+        parts.append(section("The network now", network_drawing(story)))
+        parts.append(note(ABOUT_NETWORK))
         if story.seeds:
-            sections.append(_section("Lives of the seeds", lives_plot(story)))
-        sections.append(_section("Parameters", parameters_plot(story)))
+            parts.append(section("Lives of the seeds", lives_drawing(story)))
+        parts.append(section("Parameters", parameters_chart(story)))
     if story.seeds:
-        sections.append(_section("Ledger", _table(LEDGER_HEADING, ledger_rows(story.seeds), numbers=(0, 3, 5, 6, 7))))
-        sections += _notes([summary.ABOUT_REMOVAL, *summary.about_skipped(story)])
-        sections.append(_section("Blueprints", _table(ANALYTICS_HEADING, analytics_rows(story.seeds), numbers=range(1, 7))))
+        parts.append(section("Ledger", table(LEDGER_HEADING, ledger_rows(story.seeds), numbers=(0, 3, 5, 6, 7))))
+        parts += map(note, [summary.ABOUT_REMOVAL, *summary.about_skipped(story)])
+        parts.append(section("Blueprints", table(ANALYTICS_HEADING, analytics_rows(story.seeds), numbers=range(1, 7))))
     if story.probes:
-        sections.append(_section("Results of the probe", _table(summary.PROBE_HEADING, summary.probe_rows(story), numbers=(0, 3))))
-        sections += _notes(["Estimated initial fall of the loss per step with a candidate in the slot; the best few of every slot."])
-    sections.append(_section("Decisions", _remarks(story.remarks)))
+        parts.append(section("Results of the probe", table(summary.PROBE_HEADING, summary.probe_rows(story), numbers=(0, 3))))
+        parts.append(note("Estimated initial fall of the loss per step with a candidate in the slot; the best few of every slot."))
+    parts.append(section("Decisions", _remarks(story.remarks)))
     if config:
-        sections.append(_section("Configuration", f"<pre>{escape(config)}</pre>"))
-    return _PAGE.format(title=escape(title), style=STYLE, body="\n".join(sections))
+        parts.append(section("Configuration", f"<pre>{escape(config)}</pre>"))
+    return page.render(title, parts)
+
+
+# Charts
+
+
+def loss_chart(story: Story, twin: Story | None = None) -> str:
+    """Draw training and validation loss by epoch, the twin's beside them, with marks where seeds germinated and ended."""
+    epochs = [epoch.epoch for epoch in story.epochs]
+    lines = [
+        Line("training", epochs, [epoch.train_loss for epoch in story.epochs], "train"),
+        Line("validation", epochs, [epoch.val_loss for epoch in story.epochs], "validation"),
+    ]
+    if twin is not None and twin.epochs:
+        losses = [epoch.val_loss for epoch in twin.epochs]
+        lines.append(
+            Line("validation of the twin, which never grew", [epoch.epoch for epoch in twin.epochs], losses, "twin", is_dashed=True)
+        )
+    return chart(lines, x="epochs", marks=_marks(story), x_max=_planned(story))
+
+
+def metric_chart(name: str, story: Story, twin: Story | None = None) -> str:
+    """Draw a metric by epoch, with that of the twin."""
+    stories = [("grown", "validation", story), *([("twin, which never grew", "twin", twin)] if twin is not None else [])]
+    lines = []
+    for label, colour, one in stories:
+        known = [epoch for epoch in one.epochs if name in epoch.metrics]
+        values = [epoch.metrics[name] for epoch in known]
+        lines.append(Line(label, [epoch.epoch for epoch in known], values, colour, is_dashed=one is twin))
+    return chart(lines, x="epochs", marks=_marks(story), x_max=_planned(story), is_percent=summary.is_share(name))
+
+
+def parameters_chart(story: Story) -> str:
+    """Draw the parameters of host and seeds by epoch, with a line for the host alone."""
+    host = story.began.parameters if story.began is not None else 0
+    epochs = [0, *(epoch.epoch for epoch in story.epochs)]
+    counts = [host, *(epoch.parameters for epoch in story.epochs)]
+    lines = [
+        Line("with seeds", epochs, counts, "validation", is_step=True),
+        Line("host", epochs, [host] * len(epochs), "twin", is_dashed=True),
+    ]
+    return chart(lines, x="epochs", x_max=_planned(story), from_zero=True, height=200)
+
+
+def _marks(story: Story) -> list[Mark]:
+    """Return the births and ends of the seeds, and the rollbacks."""
+    marks = [Mark(seed.born, f"germinated: {seed.blueprint} after {seed.slot}", "germinated", "germinated") for seed in story.seeds]
+    colours = {"kept": "fossilized", "pruned": "pruned"}
+    marks += [
+        Mark(seed.ended, f"{seed.outcome}: {seed.blueprint} after {seed.slot}", seed.outcome, colours[seed.outcome])
+        for seed in story.seeds
+        if seed.ended is not None and seed.outcome in colours
+    ]
+    return marks + [
+        Mark(back.epoch, f"rolled back to epoch {back.to_epoch}: {back.reason}", "rolled back", "trouble") for back in story.rollbacks
+    ]
+
+
+def _planned(story: Story) -> float:
+    """Return the planned number of epochs, or those so far if there are more."""
+    planned = story.started.epochs if story.started is not None else None
+    return max(planned or 0, story.epochs[-1].epoch if story.epochs else 0, 1)
+
+
+# Drawings
+
+
+def lives_drawing(story: Story) -> str:
+    """Draw a horizontal bar for every seed, coloured by its stages. The bars tell their stage and epochs under the pointer."""
+    row, top = 46, 8
+    height = top + row * len(story.seeds) + 26
+    end = story.epochs[-1].epoch
+    across = Scale(0, _planned(story), LEFT / 2, WIDTH - RIGHT)
+    parts, used = [], list[str]()
+    for index, seed in enumerate(story.seeds):
+        y = top + index * row
+        name = f"{seed.number}  {seed.blueprint} after {_shortened(seed.slot)}, {seed.outcome}"
+        parts.append(f'<text x="{LEFT / 2}" y="{y + 14}">{escape(name)}</text>')
+        for (start, stage), (stop, _) in zip(seed.stages, [*seed.stages[1:], (end, "")], strict=True):
+            last = end if stage == Stage.FOSSILIZED.name else stop
+            if stage == Stage.PRUNED.name:
+                colour = "trouble" if seed.outcome == "rolled back" else "pruned"
+                parts.append(_titled(f'<circle cx="{across(start)}" cy="{y + 28}" r="6" fill="var(--{colour})">', seed.why, "circle"))
+            elif last > start:
+                used += [stage] if stage not in used else []
+                bar = f'<rect x="{across(start)}" y="{y + 21}" width="{across(last) - across(start):.1f}" height="14" rx="3" '
+                bar += f'fill="var(--{stage.lower()})">'
+                parts.append(_titled(bar, f"{stage.lower()}, epochs {start} to {last}", "rect"))
+    parts += [
+        f'<text class="soft" x="{across(value)}" y="{height - 6}" text-anchor="middle">{value:g}</text>'
+        for value in ticks(0, across.high, 5)
+    ]
+    legend = "".join(f'<span class="mark" style="--of:var(--{stage.lower()})">{stage.lower()}</span>' for stage in used)
+    return f'<figure><div class="legend">{legend}</div>{_svg(height, parts, "lives of the seeds, by epochs")}</figure>'
+
+
+ABOUT_NETWORK = (
+    "From the input at the top to the output at the bottom, one line per slot. The bar is the cost of removing the seed now, with its "
+    "interval; the tick is its rent."
+)
+
+
+def network_drawing(story: Story) -> str:
+    """Draw the slots in order with stage, blueprint, alpha, and the cost of removing the seed with its interval."""
+    views = {view.slot: view for view in story.epochs[-1].slots}
+    names = list(story.started.slots) if story.started is not None else list(views)
+    items: list[SlotView | int] = []  # a number stands for that many empty slots
+    for name in [*names, *(name for name in views if name not in names)]:
+        view = views.get(name)
+        if view is not None and (len(views) <= _MAX_EMPTY or not _is_empty(view, story)):
+            items.append(view)
+        elif items and isinstance(items[-1], int):
+            items[-1] += 1
+        else:
+            items.append(1)
+    row, spine, reach = 76, 24, _reach(story)
+    height = row * len(items) + 64
+    gains = Scale(-0.25 * reach, reach, spine + 22, WIDTH - RIGHT)
+    parts = [
+        f'<line x1="{spine}" x2="{spine}" y1="26" y2="{height - 26}" stroke="var(--soft)" stroke-width="2"/>',
+        f'<text class="soft" x="{spine + 22}" y="20">input</text>',
+        f'<text class="soft" x="{spine + 22}" y="{height - 10}">output</text>',
+        *(f'<circle cx="{spine}" cy="{y}" r="5" fill="var(--soft)"/>' for y in (16, height - 14)),
+    ]
+    for index, item in enumerate(items):
+        parts += _slot_drawing(item, story, 32 + index * row, spine, gains)
+    return f"<figure>{_svg(height, parts, 'the network and its slots')}</figure>"
+
+
+def _is_empty(view: SlotView, story: Story) -> bool:
+    """Return whether a slot holds no seed. At the end of a run, seeds that are not fossilized are removed."""
+    return Stage[view.stage] not in OCCUPIED or (story.is_over and view.stage != Stage.FOSSILIZED.name)
+
+
+def _slot_drawing(item: SlotView | int, story: Story, y: float, spine: float, gains: Scale) -> list[str]:
+    """Return the parts of one line: a dot on the spine, two lines of text, and the bar of the cost of removal."""
+    middle = y + 26
+    if isinstance(item, int):
+        return [f'<text class="soft" x="{spine + 22}" y="{middle + 4}">{summary.counted(item, "empty slot")}</text>']
+    seed, stage = story.seed_in(item.slot), item.stage
+    is_empty = _is_empty(item, story)
+    if is_empty:
+        why = "" if seed is None else f", last: {seed.blueprint}, {seed.outcome}"
+        state = "embargoed" if stage == Stage.EMBARGOED.name and not story.is_over else "empty"
+        dot = f'<circle cx="{spine}" cy="{middle}" r="7" fill="var(--paper)" stroke="var(--soft)" stroke-width="2"/>'
+        texts = (_shortened(item.slot), f"{state}{why}")
+    else:
+        dot = f'<circle cx="{spine}" cy="{middle}" r="9" fill="var(--{stage.lower()})" opacity="{0.35 + 0.65 * item.alpha:.2f}"/>'
+        texts = (
+            _shortened(item.slot),
+            f"{item.blueprint}, {stage.lower()}, alpha {item.alpha:.2f}, {summary.counted(item.parameters, 'parameter')}",
+        )
+    parts = [
+        dot,
+        f'<text x="{spine + 22}" y="{y + 18}" font-weight="600">{escape(texts[0])}</text>',
+        f'<text class="soft" x="{spine + 22}" y="{y + 41}">{escape(texts[1])}</text>',
+    ]
+    gain, low, high = (item.gain, item.gain_low, item.gain_high) if seed is None else (seed.gain, seed.gain_low, seed.gain_high)
+    if is_empty or gain is None or low is None or high is None:
+        return parts
+    words = gain_in_words(gain, low, high, is_short=True)
+    left, right = (min(max(gains(value), gains.start), gains.end) for value in (low, high))
+    zero, at, rent = gains(0), gains(gain), gains(item.rent)
+    parts += [
+        f'<text x="{gains.end}" y="{y + 18}" text-anchor="end">{escape(words)}</text>',
+        f'<line x1="{zero}" x2="{zero}" y1="{y + 48}" y2="{y + 64}" stroke="var(--soft)"/>',
+        f'<rect x="{min(zero, at)}" y="{y + 51}" width="{abs(at - zero):.1f}" height="10" fill="var(--{stage.lower()})" opacity="0.6"/>',
+        f'<line x1="{left}" x2="{right}" y1="{y + 56}" y2="{y + 56}" stroke="var(--ink)" stroke-width="2"/>',
+        f'<line x1="{rent}" x2="{rent}" y1="{y + 48}" y2="{y + 64}" stroke="var(--trouble)" stroke-width="2"/>',
+    ]
+    return [_titled("<g>", f"costs {words} if removed now; its rent is {figure(item.rent)}", "g", "".join(parts))]
+
+
+def _reach(story: Story) -> float:
+    """Return the largest cost of removal in the drawing, the scale of all bars."""
+    known = [seed.gain_high if seed.gain_high is not None and seed.gain_high < 1e9 else seed.gain for seed in story.seeds]
+    return max([value for value in known if value is not None and value > 0], default=1.0)
+
+
+def _titled(opening: str, title: str, tag: str, content: str = "") -> str:
+    """Return an element of a drawing that tells its title under the pointer."""
+    return f"{opening}<title>{escape(title)}</title>{content}</{tag}>"
+
+
+def _svg(height: float, parts: Sequence[str], label: str) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+
+
+def _shortened(name: str) -> str:
+    """Cut a long name at its beginning; the end tells it from others."""
+    return name if len(name) <= _NAME_WIDTH else f"…{name[-_NAME_WIDTH + 1 :]}"
+
+
+# Text
 
 
 def _circumstances(story: Story) -> str:
@@ -287,42 +282,11 @@ def _circumstances(story: Story) -> str:
     return f'<p class="note">{escape(" · ".join(filter(None, parts)))}</p>'
 
 
-def _notes(sentences: Sequence[str]) -> list[str]:
-    return [f'<p class="note">{escape(sentence)}</p>' for sentence in sentences]
-
-
-def _section(name: str, content: str) -> str:
-    return f'<section>\n<h2>{escape(name)}</h2>\n<div class="wide">{content}</div>\n</section>'
-
-
-def _table(heading: Row, rows: Sequence[Row], *, numbers: Sequence[int] = (), classes: Sequence[str] = ()) -> str:
-    """Return an HTML table. Columns in `numbers` are right-aligned; `classes` are CSS classes of the rows."""
-    lines = ["<table>", _heading(heading, numbers)]
-    for index, row in enumerate(rows):
-        own = classes[index] if classes else ""
-        cells = [
-            f'<td class="{" ".join(filter(None, ["number" if column in numbers else "", own or _class_of(cell)]))}">{escape(cell)}</td>'
-            for column, cell in enumerate(row)
-        ]
-        lines.append("<tr>" + "".join(cells).replace(' class=""', "") + "</tr>")
-    return "\n".join([*lines, "</table>"])
-
-
-def _heading(cells: Row, numbers: Sequence[int]) -> str:
-    opening = ['<th class="number">' if column in numbers else "<th>" for column in range(len(cells))]
-    return "<tr>" + "".join(f"{tag}{escape(cell)}</th>" for tag, cell in zip(opening, cells, strict=True)) + "</tr>"
-
-
-def _class_of(cell: str) -> str:
-    """Return the CSS class of an outcome; empty for other cells."""
-    return {"kept": "kept", "rolled back": "trouble"}.get(cell, "")
-
-
 def _remarks(remarks: Sequence[Remark]) -> str:
     if not remarks:
         return "<p>Nothing was decided.</p>"
     rows = [(str(item.first) if item.first == item.last else f"{item.first}–{item.last}", item.text) for item in remarks]
-    return _table(("epoch", "what and why"), rows, numbers=(0,), classes=["trouble" if item.is_trouble else "" for item in remarks])
+    return table(("epoch", "what and why"), rows, numbers=(0,), classes=["trouble" if item.is_trouble else "" for item in remarks])
 
 
 def _text(path: Path) -> str:

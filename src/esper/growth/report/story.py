@@ -21,6 +21,7 @@ from esper.growth.events import (
 from esper.growth.lifecycle.ledger import Outcome, was_withdrawn
 from esper.growth.lifecycle.stages import LIVING, OCCUPIED, Stage
 from esper.runs import Event, read
+from esper.runs.anomalies import Anomaly
 from esper.runs.folder import EVENTS, RunError
 
 
@@ -100,6 +101,8 @@ class Story:
                 self._remark(event.epoch, f"refused to {event.action} {event.slot}: {event.reason}")
             case Probed():
                 self.probes.append(event)
+            case Anomaly():
+                self._remark(event.step, event.in_words(), is_trouble=not event.has_ended)
             case GrowthFinished():
                 self.finished = event
             case FinalTest():

@@ -6,8 +6,9 @@ Cells are finished text; the terminal and the report only lay them out. The tabl
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from esper.growth.config import RentConfig
@@ -25,7 +26,6 @@ from esper.growth.lifecycle.ledger import NONE, Row
 from esper.growth.lifecycle.stages import OCCUPIED, Stage
 from esper.growth.report.story import SeedStory, Story
 from esper.runs import Event
-from esper.statistics import Ema
 from esper.text_table import duration, figure
 
 PROBE_HEADING = ("epoch", "slot", "blueprint", "fall of the loss per step")
@@ -33,6 +33,7 @@ ABOUT_REMOVAL = (
     "The cost of removal is the rise of the validation loss if the seed were switched off now. The host has learned to rely on the seed, "
     "so this is more than the gain from growing it. That gain is the difference to a twin that never grew."
 )
+TEST_ACCURACY = "test accuracy"
 _BEST_PER_SLOT = 3
 _MOMENTUM = 0.7  # of the moving averages of the speed
 
@@ -65,8 +66,11 @@ def result_in_words(finished: GrowthFinished, twin: GrowthFinished | None = None
         difference = twin.val_loss - finished.val_loss
         gained = f"{figure(abs(difference))} {'below' if difference >= 0 else 'above'} its twin's"
         first = [f"validation loss {gained}: {loss} against {figure(twin.val_loss, 3)}", kept]
+    of_twin = {} if twin is None else twin.metrics
+    against = {name: f" against {metric_in_words(name, of_twin[name])}" if name in of_twin else "" for name in finished.metrics}
     parts = [
         *first,
+        *(f"{name} {metric_in_words(name, value)}{against[name]}" for name, value in finished.metrics.items()),
         f"{_share(finished.parameters_added, finished.parameters - finished.parameters_added)} parameters",
         f"{_share(finished.flops_added, finished.flops - finished.flops_added)} FLOPs",
         counted(finished.rollbacks, "rollback"),
@@ -74,6 +78,38 @@ def result_in_words(finished: GrowthFinished, twin: GrowthFinished | None = None
     if finished.why != "finished":
         parts.append(f"{finished.why} after epoch {finished.epoch}")
     return " · ".join(parts)
+
+
+def tiles(story: Story, twin: Story | None = None) -> list[tuple[str, str]]:
+    """Return the main figures as (value, name), that of the difference to the twin first."""
+    began, finished = story.began, story.finished
+    if began is None or not story.epochs:
+        return []
+    last = story.epochs[-1]
+    loss = last.val_loss if finished is None else finished.val_loss
+    metrics = last.metrics if finished is None else finished.metrics
+    parameters = last.parameters if finished is None else finished.parameters
+    found: list[tuple[str, str]] = []
+    if twin is not None and twin.finished is not None and finished is not None:
+        found.append((figure(finished.val_loss - twin.finished.val_loss, sign="+"), "validation loss against the twin"))
+        if twin.compared is not None:
+            difference = f"{100 * twin.compared.accuracy_difference:+.2f} ±{_reach(twin.compared):.2f}"
+            found.append((difference, "points of test accuracy against the twin"))
+    found.append((figure(loss), "validation loss"))
+    found += [(metric_in_words(name, value), f"validation {name}") for name, value in list(metrics.items())[:3]]
+    found.append((f"{len(story.kept())} of {len(story.seeds)}", "seeds kept"))
+    found.append((_share(parameters - began.parameters, began.parameters), "parameters"))
+    return found
+
+
+def about_twin(story: Story, twin: Story | None) -> list[str]:
+    """Return a sentence about what is missing if there is no twin to compare with."""
+    if twin is not None or story.finished is None or not story.kept():
+        return []
+    return [
+        "There is no twin, so it is unknown how much of the result is due to growth. A twin is the same training without growth: "
+        "esper grow --twin."
+    ]
 
 
 def counted(number: int, what: str) -> str:
@@ -107,7 +143,7 @@ class _Line:
         if twin is None:
             return (name, NONE, after, NONE, before, change)
         difference = self._difference(self.after, twin.after)
-        if self.change == "points" and compared is not None:
+        if self.name == TEST_ACCURACY and compared is not None:
             difference = f"{100 * compared.accuracy_difference:+.2f} ±{_reach(compared):.2f} points"
         return (name, difference, after, self._written(twin.after), before, change)
 
@@ -163,6 +199,7 @@ def _lines(story: Story) -> list[_Line]:
         return []
     return [
         _Line("validation loss", finished.val_loss_before, finished.val_loss, figure, "loss"),
+        *_metric_lines(began.metrics, finished.metrics),
         *_test_lines(story.tested),
         _Line("parameters", began.parameters, finished.parameters, "{:,}".format, "share"),
         _Line("FLOPs per sample", began.flops, finished.flops, "{:,}".format, "share"),
@@ -171,12 +208,37 @@ def _lines(story: Story) -> list[_Line]:
     ]
 
 
+def _metric_lines(before: Mapping[str, float], after: Mapping[str, float]) -> list[_Line]:
+    return [
+        _Line(f"validation {name}", before.get(name), value, partial(metric_in_words, name), "points" if is_share(name) else "loss")
+        for name, value in after.items()
+    ]
+
+
+def is_share(name: str) -> bool:
+    """Return whether a metric is shown in percent: those that are called an accuracy.
+
+    >>> is_share("accuracy"), is_share("top-5 accuracy"), is_share("perplexity")
+    (True, True, False)
+    """
+    return "accuracy" in name.lower()
+
+
+def metric_in_words(name: str, value: float) -> str:
+    """Return the value of a metric as text.
+
+    >>> metric_in_words("accuracy", 0.925), metric_in_words("perplexity", 3.25)
+    ('92.50%', '3.250')
+    """
+    return f"{value:.2%}" if is_share(name) else figure(value, 3)
+
+
 def _test_lines(tested: FinalTest | None) -> list[_Line]:
     if tested is None:
         return []
     lines = [_Line("test loss", tested.loss_before, tested.loss, figure, "loss")]
     if tested.accuracy is not None:
-        lines.append(_Line("test accuracy", tested.accuracy_before, tested.accuracy, "{:.2%}".format, "points"))
+        lines.append(_Line(TEST_ACCURACY, tested.accuracy_before, tested.accuracy, "{:.2%}".format, "points"))
     return lines
 
 
@@ -284,6 +346,8 @@ class GrowthProgress:
     """Progress of a run, folded from its events, as lines of text. `title` names the run in the first line."""
 
     def __init__(self, title: str) -> None:
+        from esper.statistics import Ema  # it imports torch, which the report does without
+
         self.title, self.story = title, Story()
         self.seconds_per_epoch, self.samples_per_second = Ema(_MOMENTUM), Ema(_MOMENTUM)
 
@@ -325,7 +389,8 @@ class GrowthProgress:
         """Return a line about the last epoch."""
         last = self.last
         occupied = sum(Stage[view.stage] in OCCUPIED for view in last.slots)
-        losses = f"train {figure(last.train_loss)}  val {figure(last.val_loss)}"
+        metrics = "".join(f"  {name} {metric_in_words(name, value)}" for name, value in last.metrics.items())
+        losses = f"train {figure(last.train_loss)}  val {figure(last.val_loss)}{metrics}"
         seeds = f"{counted(occupied, 'seed')}  {last.parameters:,} parameters"
         return f"epoch {last.epoch}/{self.planned}  {losses}  {seeds}  {self.speed}  {self.left}"
 

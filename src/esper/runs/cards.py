@@ -1,0 +1,251 @@
+"""Model cards: a Markdown file beside every model, controller, player and policy that a run writes. Imports no torch.
+
+    write_card("runs/digits")           # runs/digits/model.md beside model.safetensors
+
+A card says what the file is, how it was made, its figures with their limits, and how to load it. Everything comes from the folder of the
+run. A file of the same name that was not written here is left alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from esper.files import printable, write_file
+from esper.runs.catalog import Run, open_run, settings_of
+from esper.runs.folder import CONFIG, EVENTS, GROW, TWIN, Kind
+from esper.text_table import duration, figure
+
+MARK = "<!-- model card written by esper -->"
+# Kind of run -> the name of its card without suffix, and the file that it is about, if there is one.
+CARDS: dict[Kind, tuple[str, str | None]] = {
+    "growth": ("model", "model.safetensors"),
+    "controller": ("controller", "controller.safetensors"),
+    "arena": ("player", None),
+    "ppo": ("policy", None),
+}
+
+
+def write_card(folder: Path | str) -> Path | None:
+    """Write the card of a run into its folder, and return its path; None if a file of the user has its name."""
+    folder = Path(folder)
+    run = open_run(folder)
+    path = folder / f"{CARDS[run.kind][0]}.md"
+    if path.exists() and not path.read_bytes().startswith(MARK.encode()):
+        return None
+    write_file(path, printable(card_of(run)).encode())
+    return path
+
+
+def card_of(run: Run) -> str:
+    """Return the card as Markdown."""
+    describe = {"growth": _growth, "controller": _controller, "arena": _arena, "ppo": _ppo}[run.kind]
+    what, figures, limits, load = describe(run)
+    parts = [
+        MARK,
+        f"# {_plain(run.name)}",
+        what,
+        "## Figures",
+        _list(figures) if figures else "The run has no figures yet.",
+        limits,
+        "## How it was made",
+        _list(_making(run)),
+        "## How to load it",
+        f"```python\n{load}\n```",
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _making(run: Run) -> list[tuple[str, str]]:
+    """Return the command or call, the seed, the versions and the files of a run."""
+    settings = settings_of(run.config())
+    seeds = [(name, value) for name, value in settings.items() if name in ("seed", "ppo.seed")]
+    header, started = run.index.events("header")[:1], run.index.events("growth_started" if run.kind == "growth" else "run_started")[-1:]
+    ended = run.index.events("growth_finished" if run.kind == "growth" else "run_ended")[-1:]
+    saved = GROW if (run.folder / GROW).is_file() else CONFIG
+    file = CARDS[run.kind][1]
+    rows = [
+        ("made by", f"`{_how(run)}`"),
+        ("settings", f"all of them are in [{saved}]({saved})"),
+        *((name, str(value)) for name, value in seeds),
+        ("device", str(started[0].get("device", "")) if started else ""),
+        (
+            "state",
+            f"{ended[0].get('why', ended[0].get('status', ''))}, {duration(ended[0]['seconds'])} of training" if ended else "not finished",
+        ),
+        ("versions", ", ".join(_versions(header[0]["esper"] if header else ""))),
+        ("events", f"[{EVENTS}]({EVENTS})"),
+    ]
+    if file is not None and (run.folder / file).is_file():
+        with open(run.folder / file, "rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        rows.append(("file", f"[{file}]({file}), {(run.folder / file).stat().st_size:,} bytes, sha256 {digest}"))
+    return [(name, value) for name, value in rows if value]
+
+
+def _how(run: Run) -> str:
+    """Return the command that starts such a run again, or the call in Python."""
+    if run.kind == "growth" and not (run.folder / GROW).is_file():
+        return f"esper.grow(model, train_loader, val_loader, ..., run={run.folder.name!r})".replace("`", "'")
+    words = {"growth": "grow", "controller": "controller train", "arena": "arena train", "ppo": "ppo train"}[run.kind]
+    config = run.config()
+    env = f" {shlex.quote(str(config['env']))}" if run.kind == "ppo" and "env" in config else ""
+    return f"esper {words}{env} --config {GROW if run.kind == 'growth' else CONFIG}".replace("`", "'")
+
+
+def _versions(esper: str) -> list[str]:
+    versions = [f"esper {esper}"] if esper else []
+    for package in ("torch", "numpy"):
+        try:
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return [*versions, f"Python {platform.python_version()}"]
+
+
+Described = tuple[str, list[tuple[str, str]], str, str]  # what it is, figures, limits of the figures, how to load it
+
+
+def _growth(run: Run) -> Described:
+    """Describe a grown model: what was kept, and the difference to the twin first."""
+    config = run.config()
+    started, finished = run.index.events("growth_started")[:1], run.index.events("growth_finished")[-1:]
+    title = f"the {config['host']} host of the task {config['task']}" if config.get("task") else ""
+    title = title or (f"the model of {_code(str(config['model']))}" if config.get("model") else "a model of a Python program")
+    size = f", {finished[0]['parameters']:,} parameters, {finished[0]['parameters_added']:,} of them in seeds" if finished else ""
+    kept = _kept(run)
+    seeds = [
+        f"- {_code(event['blueprint'])} after {_code(event['slot'])}, kept in epoch {event['epoch']}: {_plain(event['reason'])}"
+        for event in kept
+    ]
+    controller = f", decided by the controller {_plain(str(started[0]['controller']))}" if started else ""
+    is_twin = bool(started) and started[0]["controller"] == "never"
+    origin = "A network that was trained without growth" if is_twin else "A network that grew while it was trained"
+    rest = "\n".join(seeds) or ("" if is_twin else "No seed was kept.")
+    what = f"{origin}: {title}{size}{'' if is_twin else controller}.\n\n{rest}".strip()
+    figures: list[tuple[str, str]] = []
+    limits = "Another random seed gives other figures."
+    twin = Run(run.folder / TWIN, "growth") if (run.folder / TWIN / EVENTS).is_file() else None
+    if twin is not None:
+        twin.refresh()
+        ends, compared = twin.index.events("growth_finished")[-1:], twin.index.events("twin_compared")[-1:]
+        if ends and finished:
+            figures.append(("validation loss against the twin", figure(finished[0]["val_loss"] - ends[0]["val_loss"], sign="+")))
+        if compared:
+            low, high = (100 * compared[0][end] for end in ("low", "high"))
+            value = f"{100 * compared[0]['accuracy_difference']:+.2f} points, 95 % interval over {compared[0]['samples']:,} samples"
+            figures.append(("test accuracy against the twin", f"{value} [{low:+.2f}, {high:+.2f}]"))
+    elif not is_twin:
+        limits = f"There is no twin, so it is unknown how much of this is due to growth. {limits}"
+    if finished:
+        figures.append(
+            ("validation loss", f"{figure(finished[0]['val_loss'])}, before the training {figure(finished[0]['val_loss_before'])}")
+        )
+        figures += [
+            (f"validation {_plain(name)}", f"{value:.2%}" if "accuracy" in name else figure(value))
+            for name, value in finished[0].get("metrics", {}).items()
+        ]
+        figures.append(("seeds", f"kept {finished[0]['kept']} of {finished[0]['tried']}; {finished[0]['rollbacks']} rollbacks"))
+    if tested := run.index.events("final_test")[-1:]:
+        figures.append(("test loss", figure(tested[0]["loss"])))
+        if tested[0].get("accuracy") is not None:
+            figures.append(("test accuracy", f"{tested[0]['accuracy']:.2%}"))
+    make = "model = ...  # a new instance of the ungrown network"
+    if config.get("task"):
+        make = f"task = esper.tasks.load_task({config['task']!r})\nmodel = task.make_host({config['host']!r})"
+    imports = "import esper\nimport esper.tasks" if config.get("task") else "import esper"
+    return what, figures, limits, f'{imports}\n\n{make}\nmodel = esper.load("model.safetensors", model=model)'
+
+
+def _kept(run: Run) -> list[dict[str, Any]]:
+    """Return the events in which seeds were fossilized, the last one of each slot, without those that a rollback removed."""
+    last: dict[str, dict[str, Any]] = {}
+    for event in run.index.events("stage_entered"):
+        if event["stage"] in ("FOSSILIZED", "PRUNED"):
+            last[event["slot"]] = event
+    return [event for event in last.values() if event["stage"] == "FOSSILIZED"]
+
+
+def _controller(run: Run) -> Described:
+    rounds = run.index.events("round_ended")
+    recent = rounds[-10:]
+    tasks = ", ".join(dict.fromkeys(f"{event['task']} with host {event['host']}" for event in rounds)) or "no round yet"
+    what = f"A controller, which decides where and when a network grows. It was trained by PPO on fleets of hosts: {_plain(tasks)}."
+    figures = []
+    if recent:
+        utility, gain, rent = (sum(event[name] for event in recent) / len(recent) for name in ("utility", "gain", "rent"))
+        words = f"{figure(utility, sign='+')} (gain over the twin {figure(gain, sign='+')}, rent {figure(rent)})"
+        figures = [("rounds", f"{len(rounds):,}"), (f"mean utility of the last {len(recent)} rounds", words)]
+    limits = (
+        "The figures are of the training itself. Compare controllers on new networks, seed by seed, with `esper controller compare`; "
+        "a trained controller counts as one sample."
+    )
+    load = 'import esper\nfrom esper.controller import load_controller\n\ncontroller = load_controller("controller.safetensors")'
+    return what, figures, limits, f"{load}\ngrown = esper.grow(model, train_loader, val_loader, loss_fn, epochs=30, controller=controller)"
+
+
+def _arena(run: Run) -> Described:
+    config = run.config()
+    arena = config.get("arena", {})
+    what = (
+        f"A player for team battles of {arena.get('team_size', '?')} units a side, trained by self-play with a league of its past selves."
+    )
+    limits = (
+        f"Win rates are against the bot {_code(str(config.get('eval_against', '')))} on maps that no run trains on; a draw is half a win."
+    )
+    load = f'from esper.league import load_player\n\npolicy, config = load_player("{_path(run)}")'
+    return what, _evaluated(run, "win rate", "battles"), limits, load
+
+
+def _ppo(run: Run) -> Described:
+    config = run.config()
+    what = f"A recurrent policy for the environment {_code(str(config.get('env', '')))}, trained by PPO."
+    limits = "Evaluations are on fresh episodes. A trained policy counts as one sample; train several seeds before you compare settings."
+    return (
+        what,
+        _evaluated(run, "mean return", "episodes"),
+        limits,
+        f'from esper.rl import load_policy\n\npolicy = load_policy("{_path(run)}")',
+    )
+
+
+def _evaluated(run: Run, name: str, unit: str) -> list[tuple[str, str]]:
+    """Return steps, the return in training and the evaluation of the best checkpoint."""
+    found = [("steps", f"{run.step():,}")]
+    returns = run.index.series("update/mean_return").values
+    if len(returns):
+        found.append(("return in training, last 100 episodes", figure(float(returns[-1]), 3)))
+    for event in run.index.events("evaluated")[-1:]:
+        value = f"{event['mean_return']:.1%}" if name == "win rate" else figure(event["mean_return"], 3)
+        found.append((f"{name} of the best checkpoint", f"{value} in {event['episodes']:,} {unit}"))
+    return found
+
+
+# Text
+
+
+def _list(rows: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(f"- {name}: {value}" for name, value in rows)
+
+
+def _plain(text: str) -> str:
+    """Return a text on one line that Markdown does not interpret.
+
+    >>> _plain("a<b>*c*")
+    'a\\\\<b\\\\>\\\\*c\\\\*'
+    """
+    return "".join(f"\\{character}" if character in "\\`*_<>[]#|" else character for character in " ".join(text.split()))
+
+
+def _code(text: str) -> str:
+    """Return a text as code on one line."""
+    return f"`{' '.join(text.split()).replace('`', chr(39))}`"
+
+
+def _path(run: Run) -> str:
+    return str(run.folder).replace("\\", "\\\\").replace('"', '\\"')

@@ -1,0 +1,93 @@
+"""Levels of telemetry: how much of a training is written as events. Imports no torch.
+
+| level | events |
+|---|---|
+| off | start, end and checkpoints of the run |
+| minimal | also one event per update or epoch without its heads or slots, and rare ones: stages, rollbacks, anomalies |
+| normal | also heads, slots, gradient norms and measurements |
+| debug | also `Internals`: hidden state, inputs, gradient norms per layer, memory |
+
+An anomaly raises the level to debug for the next updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from esper.runs.anomalies import Anomaly
+from esper.runs.events import Event
+
+Level = Literal["off", "minimal", "normal", "debug"]
+LEVELS: tuple[Level, ...] = ("off", "minimal", "normal", "debug")
+MAX_NAMES = 500  # layers in one event, so that a line of the log does not become too long
+
+# fmt: off
+LEVEL_OF: dict[str, Level] = {
+    # written at every level
+    **dict.fromkeys(("header", "resumed", "checkpoint_refused", "sink_failed", "sink_dropped"), "off"),
+    **dict.fromkeys(("run_started", "run_ended", "checkpoint_evaluated", "evaluated", "episodes_restarted", "compile_failed"), "off"),
+    **dict.fromkeys(("growth_started", "growth_finished", "final_test", "twin_compared", "loader_restarted"), "off"),
+    # one per update or epoch, and rare ones
+    **dict.fromkeys(("update", "skipped", "rewards_not_finite", "anomaly", "round_ended", "round_fought", "league_changed"), "minimal"),
+    **dict.fromkeys(("epoch_ended", "stage_entered", "rolled_back"), "minimal"),
+    "internals": "debug",
+}
+"""Kind of event -> least level at which it is written; "normal" for all others."""
+DETAIL: dict[str, dict[str, Any]] = {"update": {"entropy": {}, "kl": {}}, "epoch_ended": {"slots": []}}
+"""Kind of event -> fields that are emptied at the level "minimal"."""
+# fmt: on
+
+
+class Internals(Event, tag="internals"):
+    """Details of an update or epoch, written at the level "debug". A value that a training does not have is None or empty."""
+
+    step: int
+    gradient_norms: dict[str, float] = {}  # L2 norm by layer; of a learner, `GradientNorms` has them
+    hidden_state: float | None = None  # root mean square of the memory of a recurrent policy
+    inputs: dict[str, dict[str, float]] = {}  # name -> statistics of the inputs: size (root mean square), spread
+    memory_bytes: int = 0  # of this process
+    device_memory_bytes: int | None = None  # allocated by torch on its device
+
+
+class Telemetry:
+    """Level of a training, and which events are written at it. `escalation` is the number of updates that an anomaly raises it for."""
+
+    def __init__(self, level: Level = "normal", *, escalation: int = 5) -> None:
+        assert level in LEVELS, level
+        self.configured, self.escalation = level, escalation
+        self.raised_for = 0  # updates left at the level "debug"
+
+    @property
+    def level(self) -> Level:
+        return "debug" if self.raised_for > 0 else self.configured
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anomalies are looked for."""
+        return self.configured != "off"
+
+    @property
+    def is_debug(self) -> bool:
+        return self.raised_for > 0 or self.configured == "debug"
+
+    def end_update(self, anomalies: Iterable[Anomaly]) -> None:
+        """Count an update; raise the level for the next ones if an anomaly began in it."""
+        self.raised_for = max(0, self.raised_for - 1)
+        if any(not anomaly.has_ended for anomaly in anomalies):
+            self.raised_for = self.escalation
+
+    def shown(self, event: Event) -> Event | None:
+        """Return the event as it is written at this level; None if it is left out."""
+        level, kind = self.level, event.kind
+        if LEVELS.index(LEVEL_OF.get(kind, "normal")) > LEVELS.index(level):
+            return None
+        return msgspec.structs.replace(event, **DETAIL[kind]) if level == "minimal" and kind in DETAIL else event
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"raised_for": self.raised_for}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.raised_for = state["raised_for"]

@@ -1,0 +1,296 @@
+"""Anomalies: each is provoked by a fault in a real small training, and healthy trainings raise none."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from esper.rl import PPO
+from esper.rl.config import NetworkConfig, PPOConfig
+from esper.runs.anomalies import (
+    ADVICE,
+    Anomaly,
+    Degradation,
+    InputDrift,
+    MemoryGrowth,
+    Plateau,
+    Standstill,
+    Threshold,
+    Vanished,
+    resident_bytes,
+)
+from esper.vecenv import Actions, Timestep, VecEnv, make
+
+UPDATES = 20  # within which a fault must be found
+
+
+def events_of(detector: Any, *readings: Any, **options: Any) -> list[tuple[int, bool]]:
+    """Feed the readings and return the number of the reading and the `has_ended` of every event."""
+    seen = [(step, detector.see(*(one if isinstance(one, tuple) else (one,)), step=step, **options)) for step, one in enumerate(readings)]
+    return [(step, anomaly.has_ended) for step, anomaly in seen if anomaly is not None]
+
+
+def test_an_anomaly_gives_one_event_when_it_begins_and_one_when_it_ends() -> None:
+    wrong, right = 2.0, 0.5
+    assert events_of(Threshold("kl", above=1.0), right, *[wrong] * 50, *[right] * 50) == [(1, False), (53, True)]
+
+
+def test_a_reading_that_flickers_around_the_limit_gives_one_event() -> None:
+    assert events_of(Threshold("kl", above=1.0), *[2.0, 0.5] * 50) == [(0, False)]
+
+
+def test_an_anomaly_that_needs_several_readings_in_a_row_does_not_begin_by_fewer() -> None:
+    assert events_of(Threshold("kl", above=1.0, begins_after=3), *[2.0, 2.0, 0.5] * 10) == []
+    assert events_of(Threshold("kl", above=1.0, begins_after=3), 2.0, 2.0, 2.0) == [(2, False)]
+
+
+def test_nan_is_no_reading_and_infinity_is_above_every_limit() -> None:
+    assert events_of(Threshold("kl", above=1.0, begins_after=2), 2.0, math.nan, None, 2.0) == [(3, False)]
+    assert events_of(Threshold("kl", above=1.0), math.inf) == [(0, False)]
+
+
+def test_an_event_has_kind_subject_value_limit_and_advice() -> None:
+    anomaly = Threshold("entropy_collapse", "op", below=0.1).see(0.05, step=7)
+    assert anomaly == Anomaly(
+        step=7, what="entropy_collapse", subject="op", value=0.05, limit=0.1, advice=ADVICE["entropy_collapse"], has_ended=False
+    )
+    assert anomaly.shown() == {"entropy_collapse": {"op": 0.05}}
+
+
+@pytest.mark.parametrize("advice", ADVICE.values())
+def test_an_advice_is_one_sentence(advice: str) -> None:
+    assert advice.endswith(".")
+    assert ". " not in advice
+
+
+def test_a_loss_that_never_falls_below_its_first_value_stands_still() -> None:
+    noise = itertools.cycle([0.99, 1.01])
+    assert events_of(Standstill("return", window=5), *(next(noise) for _ in range(9)), error=0.02) == [(5, False)]
+    assert events_of(Standstill("return", window=5), *(1.0 - 0.1 * step for step in range(9)), error=0.02) == []
+    assert events_of(Standstill("return", window=5), *[1.0] * 9, error=0.02, is_learning=True) == []
+
+
+def test_a_plateau_is_a_high_loss_that_no_longer_falls() -> None:
+    falling = [2.0 * 0.9**step for step in range(12)]
+    assert events_of(Plateau("train_loss", window=4, fall=0.01), *falling, high=0.1) == []
+    assert events_of(Plateau("train_loss", window=4, fall=0.01), *falling, *[falling[-1]] * 8, high=0.1) == [(16, False)]
+    assert events_of(Plateau("train_loss", window=4, fall=0.01), *falling, *[falling[-1]] * 8, high=1.0) == []  # low enough
+
+
+def test_a_degradation_loses_a_share_of_what_was_gained() -> None:
+    learned = [1.0, 0.6, 0.2]
+    assert events_of(Degradation("return", share=0.5), *learned, *[0.5] * 5, least=0.1) == []
+    assert events_of(Degradation("return", share=0.5), *learned, *[0.7] * 5, least=0.1) == [(5, False)]
+    assert events_of(Degradation("return", share=0.5), *[1.0, 1.05] * 5, least=0.1) == []  # noise
+
+
+def test_inputs_drift_if_they_grow_or_no_longer_vary() -> None:
+    usual = [(1.0, 0.9)] * 8
+    assert events_of(InputDrift("obs", largest=3.0), (900.0, 800.0), *usual) == []  # not normalised yet
+    assert events_of(InputDrift("obs", largest=3.0), *usual, (9.0, 5.0), (8.0, 4.0)) == [(8, False)]
+    assert events_of(InputDrift("obs", largest=3.0), *usual, *[(1.0, 0.0)] * 8) == [(13, False)]
+    assert events_of(InputDrift("obs", largest=3.0), *[(1.0, 0.9), (0.5, 0.0), (0.5, 0.0)] * 8) == []  # a rare signal
+
+
+def test_memory_grows_if_every_update_adds_to_it() -> None:
+    leak, once = [100 + 10 * step for step in range(20)], [100] * 10 + [600] * 10
+    assert events_of(MemoryGrowth(limit=8), *leak) == [(11, False)]
+    assert events_of(MemoryGrowth(limit=8), *once) == []
+    assert events_of(MemoryGrowth(limit=20), *leak) == []
+
+
+def test_a_detector_goes_on_after_a_resume_as_if_it_had_not_stopped() -> None:
+    readings = [*[2.0 * 0.9**step for step in range(8)], *[1.0] * 10]
+    for detector in (
+        lambda: Plateau("train_loss", window=4, fall=0.01),
+        lambda: Degradation("train_loss", share=0.1),
+        lambda: Standstill("train_loss", window=5),
+    ):
+        options = {"high": 0.1} if isinstance(detector(), Plateau) else {"least" if isinstance(detector(), Degradation) else "error": 0.01}
+        whole, first, second = detector(), detector(), detector()
+        expected = events_of(whole, *readings, **options)
+        events = events_of(first, *readings[:9], **options)
+        second.load_state_dict(first.state_dict())
+        events += [(step + 9, ended) for step, ended in events_of(second, *readings[9:], **options)]
+        assert events == expected
+        assert second.state_dict() == whole.state_dict()
+
+
+def test_a_gradient_of_zero_has_vanished() -> None:
+    assert events_of(Vanished("gradient_health", "actor", begins_after=3), *[1e-4] * 5, *[0.0] * 3) == [(7, False)]
+
+
+def test_resident_bytes_are_those_of_this_process() -> None:
+    before = resident_bytes()
+    kept = torch.ones(16 * 2**20)  # 64 MiB
+    assert resident_bytes() - before > 48 * 2**20
+    del kept
+
+
+def test_detectors_and_levels_need_no_torch() -> None:
+    code = "import sys, esper.runs.anomalies, esper.runs.telemetry; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Faults in a real training
+
+
+class Broken:
+    """An environment whose observations become wrong after some steps."""
+
+    def __init__(self, env: VecEnv, change: Callable[[torch.Tensor], torch.Tensor], *, after: int) -> None:
+        self.env, self.change, self.after, self.steps = env, change, after, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.env, name)
+
+    def reset(self, seed: int | None = None) -> Timestep:
+        return self.env.reset(seed)
+
+    def step(self, actions: Actions) -> Timestep:
+        self.steps += 1
+        timestep = self.env.step(actions)
+        if self.steps <= self.after:
+            return timestep
+        return replace(timestep, obs={name: self.change(value) for name, value in timestep.obs.items()})
+
+
+SMALL = NetworkConfig(hidden_size=16, encoder_sizes=(16,), head_sizes=(16,))
+
+
+def learner(env: Any = "cue", *, num_envs: int = 8, env_args: dict[str, Any] | None = None, **config: Any) -> PPO:
+    options = {"num_steps": 16, "num_epochs": 2, "num_minibatches": 4, "network": SMALL, **config}
+    batch = make(env, num_envs, **({"delay": 2} if env == "cue" and env_args is None else env_args or {})) if isinstance(env, str) else env
+    return PPO(batch, PPOConfig(**options))
+
+
+def anomalies_of(ppo: PPO, updates: int = UPDATES, *, callback: Callable[[PPO], None] = lambda ppo: None) -> list[Anomaly]:
+    found: list[Anomaly] = []
+    ppo.on_event = lambda event: found.append(event) if isinstance(event, Anomaly) else None
+    for _ in ppo.train(ppo.step + updates * ppo.steps_per_update):
+        callback(ppo)
+    return found
+
+
+def assert_found(what: str, ppo: PPO, *, subject: str | None = None, **options: Any) -> Anomaly:
+    found = [anomaly for anomaly in anomalies_of(ppo, **options) if anomaly.what == what and not anomaly.has_ended]
+    assert found, what
+    assert len(found) <= len({anomaly.subject for anomaly in found}) + 1, "it begins on every update"
+    assert subject is None or subject in {anomaly.subject for anomaly in found}
+    return found[0]
+
+
+def last_layer(module: torch.nn.Module) -> torch.nn.Linear:
+    return [part for part in module.modules() if isinstance(part, torch.nn.Linear)][-1]
+
+
+def at_update(number: int, change: Callable[[PPO], None]) -> Callable[[PPO], None]:
+    return lambda ppo: change(ppo) if ppo.updates == number else None
+
+
+@pytest.mark.slow
+def test_a_learning_rate_that_is_far_too_low_is_a_ratio_collapse_and_a_plateau() -> None:
+    found = {anomaly.what for anomaly in anomalies_of(learner(learning_rate=1e-9))}
+    assert found >= {"ratio_collapse", "plateau"}
+
+
+@pytest.mark.slow
+def test_a_learning_rate_that_is_far_too_high_is_a_ratio_explosion_and_a_large_kl() -> None:
+    assert_found("kl", learner(learning_rate=3.0), updates=3)
+    assert_found("ratio_explosion", learner("conditional", learning_rate=0.1), updates=5)
+
+
+@pytest.mark.slow
+def test_a_policy_that_forgets_what_it_had_learned_is_a_degradation() -> None:
+    def forget(ppo: PPO) -> None:
+        with torch.no_grad():
+            last_layer(ppo.policy.actor).bias.copy_(torch.tensor([9.0, -9.0, -9.0, -9.0]))
+
+    ppo = learner(env_args={"delay": 1}, num_steps=32, learning_rate=5e-3)
+    anomaly = assert_found("degradation", ppo, callback=at_update(8, forget))
+    assert 8 * ppo.steps_per_update < anomaly.step
+
+
+@pytest.mark.slow
+def test_a_critic_that_gives_every_state_the_same_value_is_a_value_collapse() -> None:
+    ppo = learner("cartpole-hidden")
+    weight = last_layer(ppo.policy.critic).weight
+    with torch.no_grad():
+        weight.zero_()
+    weight.register_hook(torch.zeros_like)
+    assert_found("value_collapse", ppo, updates=5)
+
+
+@pytest.mark.slow
+def test_a_policy_that_always_acts_alike_is_an_entropy_collapse_of_its_head() -> None:
+    ppo = learner()
+    with torch.no_grad():
+        last_layer(ppo.policy.actor).bias.copy_(torch.tensor([30.0, -30.0, -30.0, -30.0]))
+    assert_found("entropy_collapse", ppo, subject="action", updates=3)
+
+
+@pytest.mark.slow
+def test_a_frozen_head_has_unhealthy_gradients() -> None:
+    ppo = learner()
+    for parameter in last_layer(ppo.policy.actor).parameters():
+        parameter.register_hook(torch.zeros_like)
+    assert_found("gradient_health", ppo, subject="head action", updates=8)
+
+
+@pytest.mark.slow
+def test_a_scale_that_explodes_has_unhealthy_gradients() -> None:
+    def explode(ppo: PPO) -> None:
+        with torch.no_grad():
+            last_layer(ppo.policy.critic).weight.mul_(1e7)
+
+    assert_found("gradient_health", learner(normalize_values=False), updates=8, callback=at_update(4, explode))
+
+
+@pytest.mark.slow
+def test_a_memory_that_never_forgets_has_a_large_hidden_state() -> None:
+    ppo = learner("pendulum-hidden")
+    with torch.no_grad():
+        for name, parameter in ppo.policy.core.named_parameters():
+            if "bias" in name:
+                parameter.fill_(50.0)
+    assert_found("hidden_state", ppo, updates=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [lambda obs: 100 * obs + 50, torch.zeros_like], ids=["larger", "constant"])
+def test_observations_that_leave_their_range_are_a_drift_of_the_inputs(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert_found("input_drift", learner(Broken(make("cartpole-hidden", 8), change, after=7 * 16)), subject="obs")
+
+
+@pytest.mark.slow
+def test_tensors_that_a_callback_keeps_are_a_growth_of_memory() -> None:
+    kept: list[torch.Tensor] = []
+    anomaly = assert_found("memory_growth", learner(), callback=lambda ppo: kept.append(torch.ones(4 * 2**20)))  # 16 MiB each
+    assert anomaly.value == pytest.approx(16 * 2**20, rel=0.5)
+
+
+HEALTHY = (
+    *(("cue", {"delay": 2}, seed) for seed in range(6)),
+    *(("conditional", {}, seed) for seed in range(5)),
+    *(("cartpole-hidden", {}, seed) for seed in range(5)),
+    *(("pendulum-hidden", {"max_steps": 50}, seed) for seed in range(4)),
+)
+
+
+@pytest.mark.slow
+def test_twenty_healthy_trainings_raise_at_most_one_alarm_in_all() -> None:
+    alarms = [
+        (env, seed, anomaly)
+        for env, env_args, seed in HEALTHY
+        for anomaly in anomalies_of(learner(env, env_args=env_args, seed=seed, num_minibatches=2, learning_rate=3e-3))
+    ]
+    assert len(HEALTHY) == 20
+    assert len(alarms) <= 1, alarms

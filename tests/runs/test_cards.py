@@ -1,0 +1,96 @@
+"""The card beside a model, controller, player or policy: what it is, how it was made, figures, how to load it."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import esper
+from esper.experiment import GrowTaskConfig, grow_task
+from esper.growth import Planned, grow
+from esper.growth.metrics import accuracy
+from esper.runs.cards import MARK, write_card
+from tests.growth.builders import QUICK, SLOTS, config, make_data, make_host
+from tests.runs.test_report import NASTY, make_run, updates
+
+
+def test_the_card_of_a_policy_says_how_it_was_made_and_its_evaluation(tmp_path: Path) -> None:
+    evaluated = {"kind": "evaluated", "step": 400, "episodes": 16, "mean_return": 1.75, "mean_length": 8.0}
+    ended = {"kind": "run_ended", "step": 400, "status": "finished", "seconds": 75.0}
+    path = write_card(make_run(tmp_path / "run", "ppo", [*updates(4), evaluated, ended]))
+    assert path == tmp_path / "run/policy.md"
+    text = path.read_text()
+    assert "- made by: `esper ppo train cue --config config.toml`" in text
+    assert "- mean return of the best checkpoint: 1.750 in 16 episodes" in text
+    assert "- state: finished, 1:15 of training" in text
+    assert f"torch {torch.__version__}" in text
+    assert f'policy = load_policy("{tmp_path}/run")' in text
+
+
+def test_the_card_of_a_player_gives_its_win_rate(tmp_path: Path) -> None:
+    evaluated = {"kind": "evaluated", "step": 400, "episodes": 128, "mean_return": 0.625, "mean_length": 8.0}
+    path = write_card(make_run(tmp_path, "arena", [*updates(4), evaluated]))
+    assert path is not None
+    assert path.name == "player.md"
+    assert "- win rate of the best checkpoint: 62.5% in 128 battles" in path.read_text()
+    assert "- state: not finished" in path.read_text()
+
+
+def test_names_in_a_card_are_no_markup(tmp_path: Path) -> None:
+    path = write_card(make_run(tmp_path / "a<b>*c*", "controller", updates(1)))
+    assert path is not None
+    assert "# a\\<b\\>\\*c\\*" in path.read_text()
+    assert NASTY not in path.read_text()
+
+
+def test_a_card_replaces_an_older_one_but_no_file_of_the_user(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "ppo", updates(1))
+    assert write_card(run) is not None
+    assert write_card(run) is not None
+    (run / "policy.md").write_text("my notes\n")
+    assert write_card(run) is None
+    assert (run / "policy.md").read_text() == "my notes\n"
+
+
+@pytest.mark.slow
+def test_grow_writes_a_card_with_the_kept_seeds_and_the_sha256_of_the_model(tmp_path: Path) -> None:
+    plan = Planned([(0, "first", "mlp")])
+    grown = grow(
+        make_host(),
+        make_data(),
+        make_data(2),
+        cross_entropy,
+        epochs=3,
+        controller=plan,
+        config=config(QUICK, slots=SLOTS),
+        metrics={"accuracy": accuracy},
+        run=tmp_path / "run",
+    )
+    text = (tmp_path / "run/model.md").read_text()
+    assert text.startswith(MARK)
+    assert f"- validation accuracy: {grown.metrics['accuracy']:.2%}" in text
+    assert f"kept {grown.ledger.count('kept')} of 1" in text
+    assert "it is unknown how much of this is due to growth" in text
+    assert re.search(r"sha256 [0-9a-f]{64}", text)
+    assert "esper.grow(model, train_loader, val_loader" in text
+
+
+@pytest.mark.slow
+def test_the_code_on_the_card_of_a_task_loads_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = grow_task(GrowTaskConfig(task="digits", epochs=1, twin=True, threads=1), tmp_path / "run")
+    text = (result.folder / "model.md").read_text()
+    assert "- validation loss against the twin: " in text
+    assert "- made by: `esper grow --config grow.toml`" in text
+    assert "trained without growth" in (result.folder / "twin/model.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert code is not None
+    (tmp_path / "load.py").write_text(code[1])
+    monkeypatch.chdir(result.folder)
+    loaded = runpy.run_path(str(tmp_path / "load.py"))["model"]
+    again = esper.load(result.folder, model=esper.tasks.load_task("digits").make_host("starved"))
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in loaded.state_dict().items())
