@@ -46,6 +46,7 @@ svg text { fill: var(--ink); font: 12px system-ui, sans-serif; } svg text.soft {
 .legend span::before { background: var(--of); content: ""; display: inline-block; height: 0.2rem; margin-right: 0.4rem;
   vertical-align: middle; width: 1.1rem; }
 .legend span.mark::before { border-radius: 50%; height: 0.55rem; width: 0.55rem; }
+.legend span.dashed::before { background: repeating-linear-gradient(90deg, var(--of) 0 0.3rem, transparent 0.3rem 0.5rem); }
 figure { margin: 0 0 0.8rem; position: relative; } figure:focus-visible { outline: 2px solid var(--validation); outline-offset: 4px; }
 figcaption { font-size: 0.9rem; font-weight: 600; }
 .grid { display: grid; gap: 0 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
@@ -239,7 +240,10 @@ def _finite(line: Line) -> dict[str, list[float]]:
 
 def _legend(lines: Sequence[tuple[Line, str]], marks: Sequence[Mark]) -> str:
     groups = dict.fromkeys((mark.group, mark.colour) for mark in marks)
-    entries = [f'<span style="--of:var(--{colour})">{escape(line.name)}</span>' for line, colour in lines]
+    entries = [
+        f'<span{" class=dashed" if line.is_dashed else ""} style="--of:var(--{colour})">{escape(line.name)}</span>'
+        for line, colour in lines
+    ]
     entries += [f'<span class="mark" style="--of:var(--{colour})">{escape(group)}</span>' for group, colour in groups]
     return f'<div class="legend">{"".join(entries)}</div>' if len(entries) > 1 else ""
 

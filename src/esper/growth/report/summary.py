@@ -64,8 +64,8 @@ def result_in_words(finished: GrowthFinished, twin: GrowthFinished | None = None
         first = [kept, f"validation loss {figure(finished.val_loss_before, 3)} -> {loss}"]
     else:
         difference = twin.val_loss - finished.val_loss
-        gained = f"{figure(abs(difference))} {'below' if difference >= 0 else 'above'} its twin's"
-        first = [f"validation loss {gained}: {loss} against {figure(twin.val_loss, 3)}", kept]
+        gained = f"{figure(abs(difference))} {'below' if difference > 0 else 'above'} its twin's: {loss} against {figure(twin.val_loss, 3)}"
+        first = [f"validation loss {gained if difference else f'{loss}, the same as its twin'}", kept]
     of_twin = {} if twin is None else twin.metrics
     against = {name: f" against {metric_in_words(name, of_twin[name])}" if name in of_twin else "" for name in finished.metrics}
     parts = [
