@@ -12,7 +12,7 @@ import torch
 from esper.controller.config import ControllerConfig, ControllerRewardConfig, DomainConfig
 from esper.controller.domain import FleetSetting
 from esper.controller.env import GrowthEnv
-from esper.controller.events import RoundEnded
+from esper.controller.events import HostEnded, RoundEnded
 from esper.controller.fleet_with_twins import FleetWithTwins, with_finite_losses
 from esper.controller.layout import Op
 from esper.controller.reward import potential
@@ -258,6 +258,33 @@ def test_events_of_all_hosts_have_their_numbers() -> None:
         assert all(count.parameters > 0 for count in counts)
     shown = scalars(ended[0])
     assert sum(value for name, value in shown.items() if name.endswith("/tried")) == shown["round_ended/grown"]
+
+
+@pytest.mark.slow
+def test_the_end_of_every_host_is_told_with_its_losses_and_the_choices_of_its_round_are_counted() -> None:
+    events: list[Event] = []
+    env = make_env(on_event=events.append)
+    step, policy, ops = env.reset(seed=0), RandomPolicy(env), list[int]()
+    for number in range(2 * (HORIZON + 1)):
+        actions = policy(step)
+        step = env.step(actions)
+        ops += actions["op"].tolist()
+        if number == HORIZON + 1:  # a resume within a round forgets no choice
+            saved = env.state_dict()
+            env = make_env(on_event=events.append)
+            env.load_state_dict(saved)
+    hosts = [event for event in events if isinstance(event, HostEnded)]
+    rounds = [event for event in events if isinstance(event, RoundEnded)]
+    assert [(host.round, host.env) for host in hosts] == [(number, env) for number in (0, 1) for env in range(CONFIG.hosts)]
+    assert sum(sum(end.decisions.values()) for end in rounds) == len(ops) == 2 * (HORIZON + 1) * CONFIG.hosts
+    assert sum(end.decisions.get("wait", 0) for end in rounds) == ops.count(Op.WAIT)
+    for end in rounds:
+        own = [host for host in hosts if (host.round, host.fleet) == (end.round, end.fleet)]
+        assert sum(host.utility for host in own) / len(own) == pytest.approx(end.utility)
+        assert sum(host.kept for host in own) == end.kept
+        assert all(len(host.val_losses) == len(host.twin_losses) == HORIZON for host in own)
+        assert all(host.val_losses == host.twin_losses for host in own if not host.grown)
+        assert end.gflops > 0
 
 
 @pytest.mark.slow

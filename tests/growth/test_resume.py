@@ -123,7 +123,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tup
     return whole
 
 
-CLOCK = {"seconds", "samples_per_second", "step_seconds", "data_wait_seconds"}
+CLOCK = {"seconds", "samples_per_second", "step_seconds", "data_wait_seconds", "seconds_lost", "resources"}
 COMINGS = {"header", "resumed", "growth_started", "loader_restarted", "growth_finished"}
 
 

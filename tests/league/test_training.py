@@ -73,7 +73,8 @@ def killed_after(updates: int) -> Callable[[], bool]:
 def reported(folder: Path) -> list[Event]:
     """Everything but times, and the starts and ends of sessions."""
     events = [record.event for record in read(folder / EVENTS)]
-    timeless = dict.fromkeys(("steps_per_second", "collect_seconds", "update_seconds", "other_seconds", "env_seconds"), 0.0)
+    clocks = ("steps_per_second", "collect_seconds", "update_seconds", "other_seconds", "env_seconds")
+    timeless: dict[str, Any] = {**dict.fromkeys(clocks, 0.0), "resources": {}}
     kept = [event for event in events if not isinstance(event, RunStarted | RunEnded | Resumed | CheckpointEvaluated)]
     return [msgspec.structs.replace(event, **timeless) if isinstance(event, Update) else event for event in kept]
 

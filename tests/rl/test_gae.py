@@ -1,9 +1,12 @@
 """Generalised advantage estimation."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from esper.rl.batch import BINS, calibration
 from esper.rl.gae import discounted_sums, gae
 
 
@@ -47,3 +50,43 @@ def test_discounted_sums_go_on_from_the_rollout_before_and_start_anew_after_an_e
     rewards, ended = torch.tensor([[1.0], [1.0], [1.0]]), torch.tensor([[False], [True], [False]])
     sums = discounted_sums(rewards, ended, torch.tensor([4.0]), gamma=0.5)
     assert sums[:, 0].tolist() == [3.0, 2.5, 1.0]
+
+
+def test_calibration_compares_values_with_the_returns_of_ended_episodes_alone():
+    steps, envs, gamma = 40, 6, 0.9
+    generator = torch.Generator().manual_seed(0)
+    rewards, values, next_values = torch.randn(3, steps, envs, generator=generator)
+    terminated, truncated = (torch.rand(steps, envs, generator=generator) < 0.1 for _ in range(2))
+    valid = torch.rand(steps, envs, generator=generator) < 0.95
+    ended = terminated | truncated
+    rollout = SimpleNamespace(
+        values=values, next_values=next_values, truncated=truncated, ended=ended, valid=valid, bad_rewards=torch.zeros_like(valid)
+    )
+    bins = calibration(rollout, rewards, gamma=gamma)
+    # The same by plain loops.
+    rows = []
+    for env in range(envs):
+        total, is_known = 0.0, False
+        for step in reversed(range(steps)):
+            if ended[step, env]:
+                total, is_known = (next_values[step, env].item() if truncated[step, env] else 0.0), True
+            total = rewards[step, env].item() + gamma * total
+            if is_known and valid[step, env]:
+                rows.append((values[step, env].item(), total, env))
+    rows.sort()
+    for place, (predicted, achieved, error, count) in enumerate(bins.tolist()):
+        own = [row for number, row in enumerate(rows) if number * BINS // len(rows) == place]
+        mean = sum(row[1] for row in own) / len(own)
+        by_env = [sum(row[1] - mean for row in own if row[2] == env) for env in range(envs)]
+        assert count == len(own)
+        assert predicted == pytest.approx(sum(row[0] for row in own) / len(own), abs=1e-5)
+        assert achieved == pytest.approx(mean, abs=1e-4)
+        assert error == pytest.approx(sum(value**2 for value in by_env) ** 0.5 / len(own), abs=1e-4)
+
+
+def test_calibration_has_no_steps_if_no_episode_has_ended():
+    zeros = torch.zeros(4, 2)
+    rollout = SimpleNamespace(
+        values=zeros, next_values=zeros, truncated=zeros.bool(), ended=zeros.bool(), valid=~zeros.bool(), bad_rewards=zeros.bool()
+    )
+    assert calibration(rollout, zeros, gamma=1.0)[:, 3].sum() == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ from esper.runs import Event, read
 from esper.runs.anomalies import Anomaly
 from esper.runs.events import event_type_of
 from esper.runs.folder import EVENTS
-from esper.runs.telemetry import DETAIL, LEVEL_OF, Internals, Telemetry
+from esper.runs.telemetry import DETAIL, LEVEL_OF, Internals, ResourceMeter, Telemetry
 
 CONFIG = TrainConfig(
     env="cue",
@@ -66,7 +67,7 @@ def test_a_learner_writes_more_at_each_level(tmp_path: Path) -> None:
     )
     assert kinds(off) == {"header", "run_started", "checkpoint_evaluated", "evaluated", "run_ended"}
     assert kinds(minimal) - kinds(off) == {"update"}
-    assert kinds(normal) - kinds(minimal) == {"gradient_norms"}
+    assert kinds(normal) - kinds(minimal) == {"calibration", "gradient_norms"}
     assert kinds(debug) - kinds(normal) == {"internals"}
     updates = {level: [event for event in events if isinstance(event, Update)] for level, events in (("m", minimal), ("n", normal))}
     assert [update.entropy for update in updates["m"]] == [{}] * 8
@@ -209,3 +210,29 @@ def test_a_profiled_growth_waits_for_data_and_steps_its_optimiser(tmp_path: Path
     assert set(shares) == set(PARTS)
     assert "0.0%" in shares["environment"]
     assert "0.0%" not in shares["optimiser"]
+
+
+def test_resources_are_read_at_most_once_a_second_and_a_gpu_that_tells_no_use_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, cpu, asked = [100.0], [5.0], list[str]()
+
+    def refuse(device: torch.device) -> int:
+        asked.append(str(device))
+        raise ModuleNotFoundError("pynvml")
+
+    monkeypatch.setattr("esper.runs.telemetry.time", SimpleNamespace(monotonic=lambda: now[0], process_time=lambda: cpu[0]))
+    monkeypatch.setattr(torch.cuda, "utilization", refuse)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80))
+    meter = ResourceMeter()
+    now[0], cpu[0] = 102.0, 8.0
+    first = meter.read(torch.device("cuda"))
+    assert first["cpu_cores"] == 1.5
+    assert first["memory_bytes"] > 2**20
+    assert (first["device_memory_bytes"], first["device_peak_bytes"], first["device_total_bytes"]) == (7, 9, 80)
+    now[0], cpu[0] = 102.5, 9.0
+    assert meter.read(torch.device("cuda")) is first
+    now[0] = 103.5
+    assert "device_use" not in meter.read(torch.device("cuda"))
+    assert asked == ["cuda"]
+    assert set(ResourceMeter().read(torch.device("cpu"))) == {"memory_bytes", "cpu_cores"}

@@ -13,6 +13,8 @@ Shapes: N = hosts of all fleets together, S = slots, K = blueprints; S and K are
 from __future__ import annotations
 
 import gc
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from statistics import fmean
@@ -22,14 +24,15 @@ import msgspec
 import torch
 from torch import Tensor
 
-from esper.controller.config import ControllerConfig
+from esper.controller.config import RENT_LEVELS, ControllerConfig
 from esper.controller.domain import FleetSetting, draw_round
-from esper.controller.events import BlueprintCount, RoundEnded
+from esper.controller.events import BlueprintCount, HostEnded, RoundEnded
 from esper.controller.fleet_with_twins import FleetWithTwins
-from esper.controller.layout import decision, observe, spec
+from esper.controller.layout import OPS, decision, observe, spec
 from esper.controller.reward import TERMS, HostStanding, potential, rewards
 from esper.fleet.data import TaskTensors
 from esper.fleet.kernels import compiled_kernels
+from esper.growth.config import RentConfig
 from esper.growth.host.slotted import add_slots
 from esper.growth.lifecycle.ledger import Entry
 from esper.growth.lifecycle.slots import options_for
@@ -72,6 +75,7 @@ class GrowthEnv:
         # The next step overwrites the staging buffers. It reads the actions from the device first, so the copies have finished by then.
         self._staging = Staging(self.device) if self.device.type == "cuda" else None
         self._chosen: list[list[list[dict[str, int]]]] = []  # [fleet][host]: actions of the present decision so far
+        self._op_counts: list[Counter[str]] = []  # by fleet: how often the policy chose each op in this round
 
     # The contract of vecenv. The decorators enable gradients, because the hosts train inside, even if the caller has disabled them.
 
@@ -88,6 +92,7 @@ class GrowthEnv:
             self.twinned_fleets.append(self._build_fleet(setting, number))
         self._standings = [HostStanding.start(twinned.hosts) for twinned in self.twinned_fleets]
         self._chosen = [[[] for _ in range(twinned.hosts)] for twinned in self.twinned_fleets]
+        self._op_counts = [Counter() for _ in self.twinned_fleets]
         zeros = torch.zeros(self.num_envs)
         return self._timestep(zeros, ended=zeros.bool(), valid=torch.ones_like(zeros).bool())
 
@@ -135,6 +140,8 @@ class GrowthEnv:
         # Collect the actions of this decision; train only after the last of them.
         for place, row in enumerate(rows):
             chosen_so_far[place].append({name: values[row] for name, values in chosen.items()})
+            if was_alive[place]:
+                self._op_counts[number][OPS[chosen["op"][row]]] += 1
         if len(chosen_so_far[0]) < self.config.actions:
             return torch.zeros(twinned.hosts, dtype=torch.float64), torch.zeros_like(valid), valid
         states = twinned.states()
@@ -153,7 +160,7 @@ class GrowthEnv:
         reward = torch.where(valid, reward, torch.zeros_like(reward))
         self._standings[number] = standing
         if is_last:
-            self._report_round(twinned, standing)
+            self._report_round(number, twinned, standing)
             del twinned  # so that `_begin_next` can free the fleet
             self._begin_next(number)
         return reward, ended, valid
@@ -185,8 +192,10 @@ class GrowthEnv:
             setting, self.config, self._tasks[setting.task], self._tensors[setting.task], device=self.device, on_event=emit
         )
 
-    def _report_round(self, twinned: FleetWithTwins, standing: HostStanding) -> None:
-        """Emit the summary of a fleet whose hosts have ended."""
+    def _report_round(self, number: int, twinned: FleetWithTwins, standing: HostStanding) -> None:
+        """Emit the summary of a fleet whose hosts have ended, and of each host if the events of hosts are wanted."""
+        if self.config.host_events:
+            self._report_hosts(number, twinned, standing)
         entries = [entry for host in twinned.fleet.rows[: twinned.hosts] for entry in host.host_growth.ledger.entries]
         self.on_event(
             RoundEnded(
@@ -209,8 +218,41 @@ class GrowthEnv:
                 kernels=compiled_kernels(),
                 blueprints=count_blueprints(entries),
                 skipped=int(twinned.fleet.skipped_steps[: twinned.hosts].sum()),
+                decisions=dict(self._op_counts[number]),
+                gflops=sum(row.host_growth.history.flops for row in twinned.fleet.rows) / 1e9,
+                round=self._rounds[number],
+                fleet=number,
             )
         )
+        self._op_counts[number] = Counter()
+
+    def _report_hosts(self, number: int, twinned: FleetWithTwins, standing: HostStanding) -> None:
+        """Emit the end of every host of a fleet, with the losses of its life beside those of its twin."""
+        before = sum(other.hosts for other in self.twinned_fleets[:number])
+        gains, rents = standing.gain.tolist(), standing.rent.tolist()
+        for row, setting in enumerate(twinned.setting.hosts):
+            growth, twin = (twinned.fleet.rows[place].host_growth for place in (row, twinned.twin_of[row]))
+            self.on_event(
+                HostEnded(
+                    env=before + row,
+                    fleet=number,
+                    round=self._rounds[number],
+                    task=twinned.setting.task,
+                    host=twinned.setting.host,
+                    seed=setting.seed,
+                    horizon=setting.horizon,
+                    rent_level=nearest_rent_level(setting.rent),
+                    rent_parameters=setting.rent.parameters,
+                    gain=gains[row],
+                    rent=rents[row],
+                    utility=gains[row] - rents[row],
+                    grown=len(growth.ledger.entries),
+                    kept=sum(entry.outcome == "kept" for entry in growth.ledger.entries),
+                    rollbacks=growth.governor.rollbacks,
+                    val_losses=[float(f"{loss:.5g}") for loss in growth.history.val_losses],
+                    twin_losses=[float(f"{loss:.5g}") for loss in twin.history.val_losses],
+                )
+            )
 
     def _observe(self) -> tuple[Obs, Masks]:
         """Return observations and masks on the CPU."""
@@ -229,6 +271,7 @@ class GrowthEnv:
             "squads": [_copied(twinned.state_dict()) for twinned in self.twinned_fleets],
             "standings": [list(standing.values()) for standing in self._standings],
             "chosen": [[[dict(choice) for choice in choices] for choices in fleet_choices] for fleet_choices in self._chosen],
+            "op_counts": [dict(counts) for counts in self._op_counts],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -238,6 +281,7 @@ class GrowthEnv:
             twinned.load_state_dict(saved)
         self._standings = [HostStanding(*values) for values in state["standings"]]
         self._chosen = [[[dict(choice) for choice in choices] for choices in fleet_choices] for fleet_choices in state["chosen"]]
+        self._op_counts = [Counter(counts) for counts in state.get("op_counts", [{}] * len(self._rounds))]  # early versions had none
 
 
 def _copied(tree: Tree) -> Tree:
@@ -258,6 +302,12 @@ def most_slots_and_blueprints(tasks: Mapping[str, Task], config: ControllerConfi
             names = [{option.name for option in options_for(slotted.place(name), growth)} for name in slotted.slots]
             slots, blueprints = max(slots, len(slotted.slots)), max(blueprints, len(set().union(*names)))
     return slots, blueprints
+
+
+def nearest_rent_level(rent: RentConfig) -> str:
+    """Return the name of the rent level whose price of parameters is nearest, on a log scale."""
+    price = math.log(max(rent.parameters, 1e-12))
+    return min(RENT_LEVELS, key=lambda name: abs(math.log(RENT_LEVELS[name].parameters) - price))
 
 
 def count_blueprints(entries: Sequence[Entry]) -> dict[str, BlueprintCount]:

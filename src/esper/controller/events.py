@@ -20,6 +20,27 @@ class BlueprintCount(msgspec.Struct, frozen=True):
     gain: float | None = None  # cost of removing one as measured last, in nats: mean over the measured seeds
 
 
+class HostEnded(Event, tag="host_ended", frozen=True):
+    """A host of a fleet has reached its horizon, or was given up. `env` is its place in the batch. Its stages are events of their own."""
+
+    fleet: int  # number of its fleet within the batch
+    round: int  # of its fleet
+    task: str
+    host: str
+    seed: int  # hosts of the same seed share a twin
+    horizon: int
+    rent_level: str  # low, middle or high; otherwise the nearest of them
+    rent_parameters: float  # its price of parameters, see RentConfig
+    gain: float  # over the twin, in nats of validation loss
+    rent: float
+    utility: float  # gain minus rent
+    grown: int
+    kept: int
+    rollbacks: int
+    val_losses: list[float]  # after every training segment
+    twin_losses: list[float]
+
+
 class RoundEnded(Event, tag="round_ended", frozen=True):
     """All hosts of a fleet have reached their horizon. Means are over the hosts, in nats of validation loss."""
 
@@ -42,6 +63,10 @@ class RoundEnded(Event, tag="round_ended", frozen=True):
     blueprints: dict[str, BlueprintCount] = {}  # by name, only those that were tried
     skipped: int = 0  # steps that hosts skipped because their gradients overflowed in float16
     reward: dict[str, float] = {}  # weighted terms of the potential, before their sum is clipped
+    decisions: dict[str, int] = {}  # op -> how often the policy chose it for a host
+    gflops: float = 0.0  # used by all hosts and twins, validation and pruned seeds included
+    round: int = 0  # number of rounds that the fleet had before
+    fleet: int = 0  # number of the fleet within the batch
 
     def shown(self) -> Mapping[str, Any]:
         """Show blueprints under their names: blueprints/norm/kept."""

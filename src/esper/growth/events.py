@@ -62,6 +62,7 @@ class EpochEnded(Event, tag="epoch_ended"):
     total_gflops: float | None = None  # used so far; None if batch sizes are unknown
     step_seconds: float | None = None  # mean duration of a training step, including the wait for data
     data_wait_seconds: float | None = None  # total wait for the training loader; this and step_seconds are None in a user's own loop
+    resources: dict[str, float] = {}  # see `esper.runs.telemetry.ResourceMeter`
     skipped: int = 0
     """Steps that the host's optimiser skipped because a gradient overflowed under its loss scale. Skipped steps of seeds are in `slots`.
     Not counted for a fused optimiser, which skips on the device, and in a user's own loop."""
@@ -99,6 +100,8 @@ class RolledBack(Event, tag="rolled_back"):
     to_epoch: int  # epoch of the snapshot
     reason: str
     embargoed: list[str]  # slots whose seeds were pruned
+    steps_lost: int | None = None  # training steps that it undid, without those that an earlier rollback did; None: not known
+    seconds_lost: float | None = None  # the time of these steps, with evaluations; None after a resume
 
 
 class Probed(Event, tag="probed"):
@@ -106,6 +109,13 @@ class Probed(Event, tag="probed"):
 
     epoch: int
     promises: dict[str, dict[str, float]]  # slot -> blueprint -> estimated fall of the loss per step
+
+
+class PassedOver(Event, tag="passed_over"):
+    """The controller has read a probe and has left candidates out. A rule's text names the numbers that it compared."""
+
+    epoch: int
+    reasons: dict[str, dict[str, str]]  # slot -> blueprint -> the rule that rejected it
 
 
 class GrowthFinished(Event, tag="growth_finished"):

@@ -338,12 +338,14 @@ class Grower:
             decision = self._decide()
         self._note_seeds()
         self._prepare_next_step()
-        ended = epoch_ended(self.lifecycles, self.history, decision, learning_rate=self._learning_rate())
+        device = next(self.slotted.model.parameters()).device
+        resources = {} if self.telemetry is None else self.telemetry.resources.read(device)
+        ended = epoch_ended(self.lifecycles, self.history, decision, learning_rate=self._learning_rate(), resources=resources)
         if values:
             ended = msgspec.structs.replace(ended, metrics=self._averaged_metrics(values))
         self.host_growth.emit(ended)
         if self.telemetry is not None:
-            scale, device = self.host_growth.scale, next(self.slotted.model.parameters()).device
+            scale = self.host_growth.scale
             for event in self.telemetry.events_of(ended, uninformed=None if scale is None else scale.uninformed, device=device):
                 self.host_growth.emit(event)
         self._emit_events()

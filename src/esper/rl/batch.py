@@ -39,6 +39,7 @@ from esper.vecenv import Masks, Obs
 
 Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
+BINS = 8  # of the critic's calibration
 LOOKS = 4  # steps of a rollout after which the size of the memory is noted
 MOST_SEEN = 2048  # about as many steps of a rollout give the statistics of the inputs
 
@@ -117,6 +118,7 @@ class Batch:
     value_spread: Tensor  # []
     return_spread: Tensor  # []
     # Those of this rank, for diagnostics.
+    calibration: Tensor  # [BINS, 4], see `calibration`
     hidden_state: Tensor  # [] root mean square of the memory after the step where it is largest; nan without a memory
     inputs: dict[str, tuple[Tensor, Tensor]]  # name of a normalised observation -> size and spread, [] each
 
@@ -197,9 +199,38 @@ def prepare(rollout: Rollout, policy: Policy, config: PPOConfig, reward_normaliz
         explained_variance=explained_variance(all_values, all_returns, all_valid.bool()),
         value_spread=all_values.std(correction=0),
         return_spread=all_returns.std(correction=0),
+        calibration=calibration(rollout, rewards, gamma=config.gamma),
         hidden_state=rollout.hidden_squares.mean(1).amax().sqrt(),
         inputs={} if policy.normalizer is None else {name: _size_and_spread(obs[name]) for name in policy.normalizer.names},
     )
+
+
+def calibration(rollout: Rollout, rewards: Tensor, *, gamma: float) -> Tensor:
+    """Compare the critic with the returns that followed, in `BINS` bins of equal size by the predicted value.
+
+    `rewards` [T, N] are in the units of the values. Return [BINS, 4]: mean predicted value, mean return, the standard error of that mean,
+    and the number of steps. A step counts if its episode ended within the rollout, so that its return is known: the discounted sum of the
+    rewards, and of the predicted value where the episode was cut. Steps of one environment are not independent, so the standard error is
+    that of the sums over environments. Nothing is read from the device.
+    """
+    counted = (rollout.ended.flip(0).cumsum(0).flip(0) > 0) & rollout.valid  # [T, N]
+    counted &= rollout.bad_rewards.flip(0).cumsum(0).flip(0) == 0  # no reward is missing after it
+    rest = torch.where(rollout.truncated, rollout.next_values, torch.zeros_like(rollout.next_values))
+    returns = gae(rewards, torch.zeros_like(rest), rest, rollout.ended, gamma=gamma, lam=1.0)
+    # Give every step its bin: its rank among the counted steps, as a share of their number. Others go into a bin that is dropped.
+    predicted, flat = rollout.values.flatten(), counted.flatten()
+    ranks = torch.where(flat, predicted, torch.full_like(predicted, torch.inf)).argsort(stable=True).argsort()
+    bins = torch.where(flat, (ranks * BINS) // flat.sum().clamp_min(1), torch.full_like(ranks, BINS))
+
+    def sums(values: Tensor, groups: Tensor, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.float64, device=values.device).index_add_(0, groups, values.double())
+
+    steps = sums(flat, bins, BINS + 1)
+    mean_predicted, mean_return = (sums(values, bins, BINS + 1) / steps.clamp_min(1) for values in (predicted, returns.flatten()))
+    envs = torch.arange(rollout.values.shape[1], device=bins.device).expand_as(rollout.values).flatten()
+    errors = sums(returns.flatten() - mean_return[bins], bins * rollout.values.shape[1] + envs, (BINS + 1) * rollout.values.shape[1])
+    standard_error = errors.view(BINS + 1, -1).square().sum(1).sqrt() / steps.clamp_min(1)
+    return torch.stack((mean_predicted, mean_return, standard_error, steps), dim=1)[:BINS].float()
 
 
 def _size_and_spread(inputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,22 @@ class Update(Event, tag="update"):
     other_seconds: float = 0.0  # time the caller spent between the update before and this one: checkpoints, evaluations and so on
     env_seconds: float = 0.0  # part of collect_seconds spent in the environments, measured in this process: data wait
     bad_rewards: int = 0  # steps so far whose reward was not finite; they are not learned from
+    resources: dict[str, float] = {}  # of this process (rank 0), see `esper.runs.telemetry.ResourceMeter`
     overflows: int = 0  # gradient steps of this update not taken because float16 overflowed; each halves the loss scale
+
+
+class Calibration(Event, tag="calibration"):
+    """The critic's predictions of one rollout against the returns that followed, in bins of equal size by the predicted value.
+
+    Steps of episodes that ended within the rollout count; bins without steps are left out. Values are in the units of the critic's rewards.
+    """
+
+    step: int
+    predicted: list[float]  # mean value of each bin
+    achieved: list[float]  # mean discounted return of its steps
+    low: list[float]  # 95 % interval of that mean; environments count as independent, their steps do not
+    high: list[float]
+    steps: list[int]
 
 
 class GradientNorms(Event, tag="gradient_norms"):
@@ -94,7 +109,7 @@ class EpisodesRestarted(Event, tag="episodes_restarted"):
     step: int
 
 
-OF_ALL_RANKS = (Update, GradientNorms, RewardsNotFinite, Skipped, Anomaly, Internals)  # rank 0 emits them for all ranks
+OF_ALL_RANKS = (Update, Calibration, GradientNorms, RewardsNotFinite, Skipped, Anomaly, Internals)  # rank 0 emits them for all ranks
 
 MIB = 2**20
 FEW_EPISODES = 50  # a mean return over fewer episodes is not looked at

@@ -66,6 +66,7 @@ class Outcome:
     value_spread: float
     return_spread: float
     mattered: list[bool]  # per head: whether it mattered in any step of the rollout
+    calibration: NDArray[Any]  # [bins, 4] of this rank, see `esper.rl.batch.calibration`
     hidden_state: float  # root mean square of the memory of this rank at its largest; nan without a memory
     inputs: dict[str, tuple[float, float]]  # normalised observation of this rank -> size (root mean square) and spread
 
@@ -221,14 +222,16 @@ class Learner:
     def _read(self, batch: Batch, log: _Log) -> Outcome:
         """Read the statistics of an update from the device in one transfer."""
         norms = {part: norm / self.clip for part, norm in gradient_norms(self.policy).items()}  # undo the clipping
-        # Join all numbers into one tensor: the log, one flag per head, the scalars, and the norms. Then cut the list apart again.
+        # Join all numbers into one tensor: log, calibration, one flag per head, scalars, and norms. Then cut the list apart again.
         seen = [number for pair in batch.inputs.values() for number in pair]
         scalars = (batch.explained_variance, batch.value_spread, batch.return_spread, self.in_a_row, batch.hidden_state, *seen)
-        parts = [log.rows.flatten(), batch.mattered, torch.stack([*(s.to(torch.float32) for s in scalars), *norms.values()])]
+        parts = [log.rows.flatten(), batch.calibration.flatten(), batch.mattered]
+        parts.append(torch.stack([*(s.to(torch.float32) for s in scalars), *norms.values()]))
         numbers = torch.cat([part.to(torch.float32) for part in parts]).tolist()
-        size, heads = log.rows.numel(), len(self.entropy_weights)
+        size, bins, heads = log.rows.numel(), batch.calibration.numel(), len(self.entropy_weights)
         rows = np.array(numbers[:size]).reshape(log.rows.shape)
-        rest = numbers[size:]
+        calibration = np.array(numbers[size : size + bins]).reshape(batch.calibration.shape)
+        rest = numbers[size + bins :]
         variance, value_spread, return_spread, in_a_row, hidden_state = rest[heads : heads + 5]
         sizes_and_spreads, norm_values = rest[heads + 5 : heads + len(scalars)], rest[heads + len(scalars) :]
         return log.summarise(
@@ -239,6 +242,7 @@ class Learner:
             value_spread=value_spread,
             return_spread=return_spread,
             mattered=[bool(flag) for flag in rest[:heads]],
+            calibration=calibration,
             hidden_state=hidden_state,
             inputs=dict(zip(batch.inputs, zip(sizes_and_spreads[::2], sizes_and_spreads[1::2], strict=True), strict=True)),
         )

@@ -26,6 +26,7 @@ from torch import nn
 
 from esper.devices import Stopwatch
 from esper.gradients import gradient_health
+from esper.intervals import student_quantile
 from esper.parallel import ALONE, Group
 from esper.profiling import TELEMETRY
 from esper.rl.batch import Rollout
@@ -35,6 +36,7 @@ from esper.rl.config import PPOConfig
 from esper.rl.evaluate import MAX_STEPS, PolicyEvaluation, evaluate
 from esper.rl.events import (
     FEW_EPISODES,
+    Calibration,
     CompileFailed,
     EpisodesRestarted,
     GradientNorms,
@@ -211,6 +213,8 @@ class PPO:
         gradients = GradientNorms(step=self.step, norms=norms, health={name: gradient_health(norm) for name, norm in norms.items()})
         self.on_event(update)
         self.on_event(gradients)
+        if outcome.calibration[:, 3].any():
+            self.on_event(self._calibration(outcome))
         if update.bad_rewards > self._reported_bad_rewards:
             self.on_event(RewardsNotFinite(step=self.step, count=update.bad_rewards - self._reported_bad_rewards))
             self._reported_bad_rewards = update.bad_rewards
@@ -220,6 +224,18 @@ class PPO:
         if self.telemetry.is_on:
             self._monitor(outcome, update, gradients)
         return update
+
+    def _calibration(self, outcome: Outcome) -> Calibration:
+        bins = [[float(f"{value:.5g}") for value in row] for row in outcome.calibration.tolist() if row[3]]
+        margin = student_quantile(0.975, max(self.env.num_envs - 1, 1))
+        return Calibration(
+            step=self.step,
+            predicted=[row[0] for row in bins],
+            achieved=[row[1] for row in bins],
+            low=[row[1] - margin * row[2] for row in bins],
+            high=[row[1] + margin * row[2] for row in bins],
+            steps=[int(row[3]) for row in bins],
+        )
 
     def _monitor(self, outcome: Outcome, update: Update, gradients: GradientNorms) -> None:
         """Emit the anomalies that begin or end with an update and, at the level "debug", its internals."""
@@ -280,6 +296,7 @@ class PPO:
             update_seconds=update_seconds,
             other_seconds=other_seconds,
             bad_rewards=sum(bad_rewards),
+            resources=self.telemetry.resources.read(self.device),
         )
 
     def _compile_failed(self, error: Exception) -> None:

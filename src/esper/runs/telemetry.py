@@ -12,16 +12,18 @@ An anomaly raises the level to debug for the next updates.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import msgspec
 
-from esper.runs.anomalies import Anomaly
+from esper.runs.anomalies import Anomaly, resident_bytes
 from esper.runs.events import Event
 
 Level = Literal["off", "minimal", "normal", "debug"]
 LEVELS: tuple[Level, ...] = ("off", "minimal", "normal", "debug")
+READ_EVERY_S = 1.0  # resources are read at most this often, because asking a GPU takes about a millisecond
 MAX_NAMES = 500  # layers in one event, so that a line of the log does not become too long
 
 # fmt: off
@@ -52,6 +54,47 @@ class Internals(Event, tag="internals"):
     device_memory_bytes: int | None = None  # allocated by torch on its device
 
 
+class ResourceMeter:
+    """Reads the use of the machine by this process, without waiting for a device. The figures of a reading:
+
+    - `memory_bytes`: memory of the process in RAM
+    - `cpu_cores`: mean number of cores that all threads of the process used since the reading before; workers of a loader do not count
+    - `device_memory_bytes`, `device_peak_bytes`, `device_total_bytes`: CUDA memory that torch has allocated, at most so far, and of the GPU
+    - `device_use`: share of the last moment in which the GPU computed, for whichever process; needs the package nvidia-ml-py
+    """
+
+    def __init__(self) -> None:
+        self._read_at, self._cpu_at = time.monotonic(), time.process_time()
+        self._latest: dict[str, float] = {}
+        self._can_tell_use = True
+
+    def read(self, device: Any) -> dict[str, float]:
+        """Return the figures for a training on this torch device; the latest ones if they are less than a second old."""
+        now, cpu = time.monotonic(), time.process_time()
+        if self._latest and now - self._read_at < READ_EVERY_S:
+            return self._latest
+        self._latest = {"memory_bytes": resident_bytes(), "cpu_cores": (cpu - self._cpu_at) / max(now - self._read_at, 1e-6)}
+        self._read_at, self._cpu_at = now, cpu
+        if device.type == "cuda":
+            self._latest |= self._read_cuda(device)
+        return self._latest
+
+    def _read_cuda(self, device: Any) -> dict[str, float]:
+        import torch
+
+        found: dict[str, float] = {
+            "device_memory_bytes": torch.cuda.memory_allocated(device),
+            "device_peak_bytes": torch.cuda.max_memory_allocated(device),
+            "device_total_bytes": torch.cuda.get_device_properties(device).total_memory,
+        }
+        if self._can_tell_use:
+            try:
+                found["device_use"] = torch.cuda.utilization(device) / 100
+            except Exception:  # the package is missing, or the driver does not tell it: NVML's errors share no base class
+                self._can_tell_use = False
+        return found
+
+
 class Telemetry:
     """Level of a training, and which events are written at it. `escalation` is the number of updates that an anomaly raises it for."""
 
@@ -59,6 +102,7 @@ class Telemetry:
         assert level in LEVELS, level
         self.configured, self.escalation = level, escalation
         self.raised_for = 0  # updates left at the level "debug"
+        self.resources = ResourceMeter()
 
     @property
     def level(self) -> Level:

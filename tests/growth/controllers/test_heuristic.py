@@ -14,6 +14,7 @@ from esper.growth.controllers.heuristic import (
     fall_at_the_end,
     has_jumped,
     has_stopped_falling,
+    passed_over,
     projected_loss,
     speed_over_longer_training,
     starvation,
@@ -224,6 +225,28 @@ def test_tiny_tried_and_useless_candidates_are_not_chosen() -> None:
     at_the_end = slot(behind=1_000)
     assert chosen(state(slots=(at_the_end,))) == [("a", "small")]
     assert chosen(state(slots=(at_the_end,), samples_per_epoch=None)) == [("a", "big")]
+
+
+def test_every_probed_candidate_that_does_not_grow_has_the_rule_that_rejected_it() -> None:
+    dear, poor = replace(BIG, blueprint="dear", rent=0.2), replace(BIG, blueprint="poor", load=1e6)
+    slots = (
+        slot("a", candidates=(BIG, SMALL, TRIFLE, dear, poor)),
+        slot("b", tried=("big",)),
+        slot("c", candidates=(replace(BIG, promise=None),)),
+    )
+    now = state(slots=slots, seeds_left=1)
+    grown = [Germinate("a", "test", "big")]
+    reasons = passed_over(now, RULES, grown)
+    assert set(reasons["a"]) == {"small", "trifle", "dear", "poor"}, "all but the one that grows"
+    assert reasons["a"]["small"] == "big promises more in this slot"
+    assert "too few to matter" in reasons["a"]["trifle"]
+    assert "lower the loss by about 0.16, its rent is 0.20" in reasons["a"]["dear"]
+    assert "too few data" in reasons["a"]["poor"]
+    assert reasons["b"] == {"big": "it was tried in this slot before", "small": "there are as many seeds as the budget allows"}
+    assert "c" not in reasons, "it was not probed"
+    decided = with_looks(now)
+    assert decided.passed_over == reasons
+    assert [action.slot for action in decided.actions] == ["a"]
 
 
 def test_rent_decides_between_candidates_and_against_all() -> None:

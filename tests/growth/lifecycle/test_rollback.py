@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from esper.growth import Diverged, GrowthError
 from esper.growth.config import GovernorConfig
+from esper.growth.events import RolledBack
 from esper.growth.lifecycle.stages import Advance, Fossilize, Germinate, Prune, Stage
 from tests.growth.builders import (
     QUICK,
@@ -117,6 +118,25 @@ def test_a_disaster_in_the_last_step_of_an_epoch_causes_one_rollback() -> None:
     assert loop.grower.rollbacks == 1
     assert len(loop.grower.history.train_losses) == 2
     assert all(map(math.isfinite, loop.grower.history.train_losses))
+
+
+def test_a_rollback_tells_the_steps_since_the_state_that_it_restored() -> None:
+    loop = make_loop("never")
+    loop.epoch(epochs=2)
+    for _ in range(2):
+        for x, y in loop.data:
+            loop.step(x, y)
+        loop.grower.after_epoch(lambda: [1.0, math.nan])
+    lost = [event for event in loop.events if isinstance(event, RolledBack)]
+    assert [event.to_epoch for event in lost] == [2, 1], "the second one goes back further"
+    assert [event.steps_lost for event in lost] == [len(loop.data), 2 * len(loop.data)], "nothing is lost twice"
+    loop.epoch()
+    loop.step(*loop.data[0])
+    poison_host(loop)
+    loop.step(*loop.data[1])
+    lost = [event for event in loop.events if isinstance(event, RolledBack)]
+    assert (lost[2].to_epoch, lost[2].steps_lost) == (5, 2), "two steps of this epoch"
+    assert all(event.seconds_lost is not None and event.seconds_lost > 0 for event in lost)
 
 
 def test_a_validation_loss_that_is_not_finite_causes_a_rollback_at_the_end_of_the_epoch() -> None:

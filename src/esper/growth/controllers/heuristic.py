@@ -20,7 +20,7 @@ but does not generalise from few samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ FIRST_LOOK = 2  # earliest epoch of the first check
 PATIENCE = 3  # a seed may be pruned after this many times `holding_epochs`, because some seeds become useful late
 LITTLE_BEHIND = 0.1  # a slot is at the end of the host if less than this share of the host's FLOPs comes after it
 MOST_EPOCHS = 10_000  # search range for the advice on how long to train
+MOST_REASONS = 200  # candidates that a decision says why they were left out, so that its event stays small
 UNKNOWN_HORIZON = 10  # if the length of the training is unknown, assume this many times the epochs so far
 
 
@@ -66,7 +67,7 @@ class Heuristic:
             return Decision(tuple(actions), why)
         if self._looks_at == state.epoch:
             grown, why = self._grow(state)
-            return Decision((*actions, *grown), why)
+            return Decision((*actions, *grown), why, passed_over=passed_over(state, self.rules, grown))
         must_look, why = self._look(state)
         if must_look:
             self._looks_at = state.epoch + 1
@@ -279,6 +280,36 @@ def choose(state: GrowthState, rules: HeuristicConfig) -> list[tuple[str, Candid
     return plan
 
 
+def passed_over(state: GrowthState, rules: HeuristicConfig, grown: Sequence[Action]) -> dict[str, dict[str, str]]:
+    """Return slot -> blueprint -> the rule by which a probed candidate does not grow, for the candidates with the best estimates."""
+    chosen = {action.slot: action.blueprint for action in grown if isinstance(action, Germinate)}
+    left = [(slot, candidate) for slot in state.slots for candidate in slot.candidates if candidate.promise is not None]
+    left = [(slot, candidate) for slot, candidate in left if chosen.get(slot.place.name) != candidate.blueprint]
+    reasons: dict[str, dict[str, str]] = {}
+    for slot, candidate in sorted(left, key=lambda pair: _worth(pair[1], state), reverse=True)[:MOST_REASONS]:
+        reasons.setdefault(slot.place.name, {})[candidate.blueprint] = _why_not(slot, candidate, chosen, state, rules)
+    return reasons
+
+
+def _why_not(slot: SlotState, candidate: Candidate, chosen: Mapping[str, str], state: GrowthState, rules: HeuristicConfig) -> str:
+    """Return the first rule that a candidate fails."""
+    if (objection := _objection(slot, candidate, state, rules)) is not None:
+        return objection
+    worth = _worth(candidate, state)
+    if worth <= 0:
+        return f"an epoch of it would lower the loss by about {figure(worth + candidate.rent, 2)}, its rent is {figure(candidate.rent, 2)}"
+    if slot.place.name in chosen:
+        return f"{chosen[slot.place.name]} promises more in this slot"
+    best = _best(slot, state, rules)
+    if best is not None and best.blueprint != candidate.blueprint:
+        return f"{best.blueprint} promises more in this slot, and is passed over too"
+    spent = [(state_slot.candidates, chosen[state_slot.place.name]) for state_slot in state.slots if state_slot.place.name in chosen]
+    allowed = Allowance(state.seeds_left, state.parameters_left, state.flops_left)
+    for candidates, blueprint in spent:
+        allowed = allowed.after(next(other.cost for other in candidates if other.blueprint == blueprint))
+    return allowed.refusal(candidate.cost) or "the host is left alone, see the decision"
+
+
 def _why(candidate: Candidate, state: GrowthState) -> str:
     gain = _worth(candidate, state) + candidate.rent
     return f"an epoch of it would lower the loss by about {figure(gain, 3)}, and its rent is {figure(candidate.rent)}"
@@ -297,11 +328,19 @@ def _worth(candidate: Candidate, state: GrowthState) -> float:
 
 def _teachable(slot: SlotState, state: GrowthState, rules: HeuristicConfig) -> list[Candidate]:
     """Return the candidates that are large enough, have not been tried in this slot, and have enough data for their weights."""
+    return [candidate for candidate in slot.candidates if _objection(slot, candidate, state, rules) is None]
+
+
+def _objection(slot: SlotState, candidate: Candidate, state: GrowthState, rules: HeuristicConfig) -> str | None:
+    """Return why a candidate should not be considered at all, whatever its probe says; None if nothing is against it."""
+    if candidate.blueprint in slot.tried:
+        return "it was tried in this slot before"
     least = rules.least_share * state.host_cost.parameters / len(state.slots)
-    fresh = [candidate for candidate in slot.candidates if candidate.blueprint not in slot.tried and candidate.cost.parameters >= least]
+    if candidate.cost.parameters < least:
+        return f"its {candidate.cost.parameters:,} weights are too few to matter; {math.ceil(least):,} are the least"
     if state.samples_per_epoch is None:
-        return fresh
+        return None
     is_at_the_end = slot.place.flops_behind < LITTLE_BEHIND * state.host_cost.flops
     evidence = rules.evidence_at_the_end if is_at_the_end else rules.evidence
     limit = state.samples_per_epoch / evidence
-    return [candidate for candidate in fresh if candidate.load <= limit]
+    return None if candidate.load <= limit else f"too few data: its weights need {candidate.load * evidence:,.0f} samples per epoch"

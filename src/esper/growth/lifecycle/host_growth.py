@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from esper.growth.config import GrowthConfig, GrowthError
-from esper.growth.events import ActionRefused, EpochEnded, Measured, Probed, RolledBack, SlotView, StageEntered
+from esper.growth.events import ActionRefused, EpochEnded, Measured, PassedOver, Probed, RolledBack, SlotView, StageEntered
 from esper.growth.lifecycle.governor import Diverged, Governor, LossRange, Verdict
 from esper.growth.lifecycle.ledger import Ledger, Refused, Rollback
 from esper.growth.lifecycle.slots import AnyBackend, SlotLifecycles
@@ -56,6 +56,11 @@ class History:
         self.length: int | None = None  # steps in the last epoch; None before the end of the first
         self.samples: int | None = None  # samples in the last epoch; None if unknown
         self.steps = 0  # steps of this epoch, so far
+        # The way to the present state, without the steps and the time that rollbacks undid.
+        self._way_steps = 0
+        self._way_began = time.perf_counter()  # moved forward by the time that a rollback undid
+        self._steps_at = {0: 0}  # epoch -> steps on the way to its end
+        self._seconds_at = {0: 0.0}  # epoch -> seconds on the way to its end, for the epochs of this session
         self._checks = checks_per_epoch
         self._losses: list[Tensor] = []  # losses of this epoch, on the device
         self._loaded = torch.empty(0)  # losses of this epoch from before the run was resumed
@@ -75,6 +80,7 @@ class History:
     def note_step(self, loss: Tensor, *, samples: int | None, flops_per_sample: int) -> None:
         """Note one training step. `loss` is not read before the end of the epoch."""
         self.steps += 1
+        self._way_steps += 1
         self._losses.append(loss)
         if samples is not None:
             self._samples += samples
@@ -84,6 +90,7 @@ class History:
     def note_steps(self, steps: int, *, samples: int, flops: int) -> None:
         """Note several steps at once. The caller keeps their losses."""
         self.steps += steps
+        self._way_steps += steps
         self._samples += samples
         self._lap_samples += samples
         self.flops += flops
@@ -123,6 +130,19 @@ class History:
         self.samples, self._samples = self._samples or None, 0
         self.forget_losses()
 
+    def reach(self, epoch: int) -> None:
+        """Note that the host is in the state of the end of this epoch now."""
+        self._steps_at[epoch], self._seconds_at[epoch] = self._way_steps, time.perf_counter() - self._way_began
+
+    def go_back(self, epoch: int) -> tuple[int | None, float | None]:
+        """Note that the host is back in the state of the end of an epoch. Return the steps and seconds that this undid; None: not known."""
+        steps, seconds = self._steps_at.get(epoch), self._seconds_at.get(epoch)
+        lost_steps = None if steps is None else self._way_steps - steps
+        lost_seconds = None if seconds is None else time.perf_counter() - self._way_began - seconds
+        self._way_steps -= lost_steps or 0
+        self._way_began += lost_seconds or 0.0
+        return lost_steps, lost_seconds
+
     def take_skipped(self) -> int:
         """Return the number of skipped steps and reset it."""
         taken, self.skipped = self.skipped, 0
@@ -146,6 +166,8 @@ class History:
             "losses": self._read(),
             "samples": self._samples,
             "skipped": self.skipped,
+            "way_steps": self._way_steps,
+            "steps_at": [[epoch, steps] for epoch, steps in self._steps_at.items()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -155,6 +177,8 @@ class History:
         self.skipped = state.get("skipped", 0)  # missing in files of earlier versions
         self._losses, self._loaded = [], state["losses"].cpu()
         self._lap_began = time.perf_counter()
+        self._way_steps = state.get("way_steps", 0)
+        self._steps_at, self._seconds_at = {epoch: steps for epoch, steps in state.get("steps_at", [])}, {}
 
 
 def chunk_means(losses: Tensor, checks: int) -> Tensor:
@@ -166,7 +190,9 @@ def chunk_means(losses: Tensor, checks: int) -> Tensor:
     return torch.stack([part.mean(dim=0) for part in losses.tensor_split(min(len(losses), checks))])
 
 
-def epoch_ended(lifecycles: SlotLifecycles[AnyBackend], history: History, decision: Decision, *, learning_rate: float) -> EpochEnded:
+def epoch_ended(
+    lifecycles: SlotLifecycles[AnyBackend], history: History, decision: Decision, *, learning_rate: float, resources: dict[str, float]
+) -> EpochEnded:
     """Build the event for the end of an epoch. Starts the next lap of `history` and resets its count of skipped steps."""
     host = lifecycles.host
     seconds, samples = history.lap()
@@ -185,6 +211,7 @@ def epoch_ended(lifecycles: SlotLifecycles[AnyBackend], history: History, decisi
         total_gflops=history.flops / 1e9 if history.flops else None,
         step_seconds=history.step_seconds,
         data_wait_seconds=history.data_wait,
+        resources=resources,
         skipped=history.take_skipped(),
     )
 
@@ -329,6 +356,8 @@ class HostGrowth(Generic[AnyBackend]):
                 carry_out(self.lifecycles, action, is_over=self.is_over)
             else:
                 self._refuse(action, answer.reason)
+        if decision.passed_over:
+            self.emit(PassedOver(epoch=self.epoch, reasons={slot: dict(row) for slot, row in decision.passed_over.items()}))
 
     def _refuse(self, action: Action, reason: str) -> None:
         name = type(action).__name__.lower()
@@ -378,6 +407,7 @@ class HostGrowth(Generic[AnyBackend]):
         self.history.end_epoch(chunks, val_loss)
         self.lifecycles.steps_per_epoch = self.history.length or 0
         self.lifecycles.end_epoch()
+        self.history.reach(self.epoch)
         # Contributions belong to the epoch that has just ended, so they are noted after the lifecycles have counted it.
         for name, contribution in measured.items():
             self.lifecycles.note_contribution(name, contribution)
@@ -404,6 +434,7 @@ class HostGrowth(Generic[AnyBackend]):
         suspects = self.suspects()
         # Restore first: if that is not possible, it raises before anything else has changed.
         to_epoch = recovery.go_back(is_repeated=self.governor.rollbacks_in_a_row > 0)
+        steps_lost, seconds_lost = self.history.go_back(to_epoch)
         self.governor.note_rollback()
         self.history.forget_losses()
         # The seeds are those of the snapshot again. Correct the ledger, then prune and embargo the suspects.
@@ -412,7 +443,16 @@ class HostGrowth(Generic[AnyBackend]):
         for name, number in suspects.items():
             self.lifecycles.banish(name, number, why)
         self.ledger.rollbacks.append(Rollback(self.epoch, to_epoch, reason))
-        self.emit(RolledBack(epoch=self.epoch, to_epoch=to_epoch, reason=reason, embargoed=list(suspects)))
+        self.emit(
+            RolledBack(
+                epoch=self.epoch,
+                to_epoch=to_epoch,
+                reason=reason,
+                embargoed=list(suspects),
+                steps_lost=steps_lost,
+                seconds_lost=seconds_lost,
+            )
+        )
 
     def check_not_diverged(self, reason: str) -> None:
         """Raise Diverged after more rollbacks in a row than the config allows."""

@@ -22,6 +22,7 @@ why. A decision may also ask for a probe: the next state then holds an estimate 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
@@ -199,6 +200,7 @@ class Decision:
     actions: tuple[Action, ...] = ()  # at most one per slot
     reason: str = ""  # why nothing is done, or the common purpose of the actions
     probe: bool = False  # probe all candidates during the next epoch
+    passed_over: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # slot -> blueprint -> why it does not grow, after a probe
 
 
 class Controller(Protocol):
