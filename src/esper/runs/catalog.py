@@ -81,13 +81,21 @@ class Run:
     def __init__(self, folder: Path, kind: Kind, *, cache: Path | None = None) -> None:
         self.folder, self.kind = folder, kind
         self.index = EventIndex(folder / EVENTS, cache=cache)
+        self.twin: Run | None = None  # of a growth run, once it has one
+        self._cache = cache
+        self._has_twin_to_come: bool | None = None  # by its settings; None: not read yet
 
     @property
     def name(self) -> str:
         return self.folder.name
 
     def refresh(self, on_progress: Callable[[float], None] = lambda share: None) -> int:
-        """Read new events; see `EventIndex.refresh`. A run that has not written any has none."""
+        """Read new events of the run and of its twin; see `EventIndex.refresh`. A run that has not written any has none."""
+        if self.kind == "growth":
+            if self.twin is None and (self.folder / TWIN / EVENTS).is_file():
+                self.twin = Run(self.folder / TWIN, "growth", cache=self._cache)
+            if self.twin is not None:
+                self.twin.refresh()
         try:
             return self.index.refresh(on_progress)
         except EventError:
@@ -123,29 +131,55 @@ class Run:
         kind, length = ("growth_started", "epochs") if self.kind == "growth" else ("run_started", "total_steps")
         began = self.index.events(kind)
         whole = began[-1][length] if began else None
-        return min(self.step() / whole, 1.0) if whole else None
+        if not whole:
+            return None
+        share: float = min(self.step() / whole, 1.0)
+        if self.twin is None and not self._waits_for_twin():
+            return share
+        return (share + (0.0 if self.twin is None else self.twin.progress() or 0.0)) / 2
 
     def state(self, now: float | None = None) -> State:
-        """Return whether the run lives, has ended, or was killed."""
+        """Return whether the run lives, has ended, or was killed. A growth run lives until its twin has ended too."""
         if not len(self.index):
             return "empty"
         starts, ends = ("growth_started", "growth_finished") if self.kind == "growth" else ("run_started", "run_ended")
         started, ended = self.index.events(starts)[-1:], self.index.events(ends)[-1:]
         # An end counts unless the run was resumed after it.
         if ended and (not started or ended[0]["time"] >= started[0]["time"]):
-            return "stopped" if ended[0].get("why", ended[0].get("status")) == "stopped" else "finished"
+            if ended[0].get("why", ended[0].get("status")) == "stopped":
+                return "stopped"
+            if self.twin is not None and len(self.twin.index):
+                return self.twin.state(now)
+            if not self._waits_for_twin():
+                return "finished"
         return "running" if (time.time() if now is None else now) - self.touched() < DEAD_AFTER_S else "dead"
 
+    def _waits_for_twin(self) -> bool:
+        """Return whether a finished growth run is to have a twin, by its settings, and has none yet."""
+        if self._has_twin_to_come is None:
+            try:
+                self._has_twin_to_come = (self.folder / GROW).is_file() and bool(self.config().get("twin"))
+            except (OSError, ValueError):
+                self._has_twin_to_come = False
+        return self.twin is None and self._has_twin_to_come
+
+    def started(self) -> float | None:
+        """Return when its first session began, in unix seconds; None if it has not written any event."""
+        header = self.index.events("header")[:1]
+        return float(header[0]["time"]) if header else None
+
     def touched(self) -> float:
+        """Return when its process, or that of its twin, last gave a sign of life, in unix seconds."""
         try:
-            return os.stat(self.folder / EVENTS).st_mtime
+            own = os.stat(self.folder / EVENTS).st_mtime
         except OSError:
             return 0.0
+        return own if self.twin is None else max(own, self.twin.touched())
 
     def summary(self, now: float | None = None) -> Summary:
         """Return the run as one line of a table."""
         figure, series = self.figure()
-        labels, header = self.labels(), self.index.events("header")[:1]
+        labels = self.labels()
         values = series.values
         best = float(values.min() if figure.is_better_low else values.max()) if len(values) else None
         return Summary(
@@ -155,7 +189,7 @@ class Run:
             state=self.state(now),
             progress=self.progress(),
             step=self.step(),
-            started=float(header[0]["time"]) if header else None,
+            started=self.started(),
             touched=self.touched(),
             figure=figure.name,
             last=float(values[-1]) if len(values) else None,
