@@ -42,9 +42,13 @@ def build_app(watcher: Watcher) -> FastAPI:
         return _json({"share": watcher.loading})
 
     @app.get("/api/runs/{name}")
-    async def run(name: str) -> Response:
-        page = await asyncio.to_thread(watcher.page, name)
-        return _missing(name) if page is None else _json(page)
+    async def run(name: str, mark: str = "") -> Response:
+        page = await asyncio.to_thread(watcher.page, name, mark)
+        return _missing("such run") if page is None else _json(page)
+
+    @app.get("/api/runs/{name}/hosts/{number}")
+    async def hosts(name: str, number: int) -> Response:
+        return _json(await asyncio.to_thread(watcher.hosts, name, number))
 
     @app.post("/api/runs/{name}/series")
     async def series(name: str, request: Request) -> Response:
@@ -108,5 +112,5 @@ def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
-def _missing(name: str) -> Response:
-    return Response(f"there is no {printable(name)} any more", status_code=404, media_type="text/plain")
+def _missing(what: str) -> Response:
+    return Response(f"there is no {printable(what)} any more", status_code=404, media_type="text/plain")

@@ -1,11 +1,11 @@
 // The dashboard: a table of runs, a page for each run by its kind, and a comparison. Everything is asked for again every half second.
 
-import { LineChart, PALETTE, SeriesStore, STAGES, format, networkSvg, smooth, sparkline, timelineSvg } from "esper-watch";
+import { AXES, CalibrationChart, GainChart, HostLives, PALETTE, SeriesChart, SeriesStore, STAGES, format, networkSvg, sparkline, timelineSvg } from "esper-watch";
 
 const EVERY_MS = 500;
 const OVERVIEW_MS = 2000;
-const AXES = { step: "step", time: "hours", samples: "samples", flops: "GFLOPs" };
 const STATES = { running: "running", finished: "finished", stopped: "stopped", dead: "dead", empty: "no events yet" };
+const GONE = "its folder is gone";
 
 // The charts of each kind of run: [title, series]. Series that end in / stand for all that begin so.
 const CHARTS = {
@@ -28,85 +28,19 @@ const CHARTS = {
   ],
 };
 CHARTS.arena = [["win rate", ["round_fought/win_rate/"]], ["checkpoints: score against the anchor", ["checkpoint_evaluated/mean_return"]], ["parts of the reward", ["round_fought/reward/"]], ...CHARTS.ppo.slice(2)];
-CHARTS.controller = [["utility of a round", ["round_ended/utility"]], ["gain and rent", ["round_ended/gain", "round_ended/rent"]], ["seeds grown and kept", ["round_ended/grown", "round_ended/kept"]], ["parts of the reward", ["round_ended/reward/"]], ...CHARTS.ppo.slice(2)];
+CHARTS.controller = [["gain and rent", ["round_ended/gain", "round_ended/rent"]], ["decisions by kind", ["round_ended/decisions/"]], ["seeds grown and kept", ["round_ended/grown", "round_ended/kept"]], ["parts of the reward", ["round_ended/reward/"]], ...CHARTS.ppo.slice(2)];
+const used = (kind) => [
+  ["cores in use by the training", [`${kind}/resources/cpu_cores`]],
+  ["memory of the training, bytes", [`${kind}/resources/memory_bytes`]],
+  ["GPU memory, bytes", [`${kind}/resources/device_memory_bytes`, `${kind}/resources/device_peak_bytes`, `${kind}/resources/device_total_bytes`]],
+  ["share of the time in which the GPU computes", [`${kind}/resources/device_use`]],
+];
 const SYSTEM = {
-  growth: [["samples per second", ["epoch_ended/samples_per_second"]], ["seconds per step", ["epoch_ended/step_seconds"]], ["wait for data, seconds per epoch", ["epoch_ended/data_wait_seconds"]]],
-  ppo: [["steps per second", ["update/steps_per_second"]], ["seconds of an update", ["update/collect_seconds", "update/update_seconds", "update/env_seconds", "update/other_seconds"]]],
+  growth: [["samples per second", ["epoch_ended/samples_per_second"]], ["seconds per step", ["epoch_ended/step_seconds"]], ["wait for data, seconds per epoch", ["epoch_ended/data_wait_seconds"]], ...used("epoch_ended")],
+  ppo: [["samples per second", ["update/steps_per_second"]], ["seconds of an update", ["update/collect_seconds", "update/update_seconds", "update/env_seconds", "update/other_seconds"]], ...used("update")],
 };
 SYSTEM.arena = SYSTEM.ppo;
 SYSTEM.controller = [...SYSTEM.ppo, ["memory per host, bytes", ["round_ended/memory_per_host"]]];
-
-// One chart. `lines` is [{run: {id, twin}, name, label, color, dashed}].
-const SeriesChart = {
-  props: ["title", "lines", "store", "version", "controls", "isDark", "marks", "note"],
-  data: () => ({ isLog: false, isEmpty: false }),
-  template: `
-<section class="card chart" :data-chart="title">
-  <header><h3>{{ title }}</h3><span class="spacer"></span>
-    <button type="button" class="tiny" :class="{ 'is-on': isLog }" :aria-pressed="isLog" @click="isLog = !isLog" title="logarithmic axis">log</button></header>
-  <div class="plot" ref="plot" role="img" :aria-label="title"></div>
-  <p v-if="isEmpty" class="quiet over">No values yet.</p>
-  <p v-if="note" class="quiet">{{ note }}</p>
-</section>`,
-  mounted() {
-    this.chart = new LineChart(this.$refs.plot);
-    this.subscribed = [];
-    this.subscribe();
-    this.draw();
-  },
-  beforeUnmount() {
-    this.unsubscribe();
-    this.chart.close();
-  },
-  watch: {
-    lines: { handler() { this.subscribe(); this.draw(); }, deep: true },
-    version() { this.draw(); },
-    controls: { handler() { this.draw(); }, deep: true },
-    isDark() { this.draw(); },
-    isLog() { this.draw(); },
-    marks() { this.draw(); },
-  },
-  methods: {
-    subscribe() {
-      this.unsubscribe();
-      this.subscribed = this.lines.flatMap((line) => [[line.run, line.name], [line.run, "epoch_ended/total_gflops"], [line.run, "epoch_ended/samples_per_second"], [line.run, "epoch_ended/seconds"]].slice(0, line.name.startsWith("epoch_ended/") ? 4 : 1));
-      for (const [run, name] of this.subscribed) this.store.want(run, [name]);
-    },
-    unsubscribe() {
-      for (const [run, name] of this.subscribed) this.store.release(run, [name]);
-      this.subscribed = [];
-    },
-    // The position of every point on the chosen axis.
-    places(line, series) {
-      if (this.controls.axis === "time") return series.times.map((time) => (time - series.times[0]) / 3600);
-      if (this.controls.axis === "flops") {
-        const flops = this.store.get(line.run, "epoch_ended/total_gflops");
-        if (flops?.values.length === series.values.length) return flops.values;
-      }
-      if (this.controls.axis === "samples") {
-        const [rates, seconds] = ["samples_per_second", "seconds"].map((name) => this.store.get(line.run, `epoch_ended/${name}`));
-        if (rates?.values.length === series.values.length) {
-          let sum = 0;
-          return rates.values.map((rate, index) => (sum += rate * (seconds?.values[index] ?? 0)));
-        }
-      }
-      return series.steps;
-    },
-    draw() {
-      const drawn = [];
-      for (const line of this.lines) {
-        const series = this.store.get(line.run, line.name);
-        if (!series?.values.length) continue;
-        const places = this.places(line, series);
-        const values = smooth(series.values, this.controls.smoothing);
-        drawn.push({ ...line, points: values.map((value, index) => [places[index], value]).filter((point) => point[1] !== null) });
-      }
-      this.isEmpty = !drawn.length;
-      const marks = this.controls.axis === "step" ? this.marks ?? [] : [];
-      this.chart?.draw(drawn, { isDark: this.isDark, isLog: this.isLog, xName: AXES[this.controls.axis], marks });
-    },
-  },
-};
 
 const template = `
 <div class="esper-watch" :class="isDark ? 'is-dark' : 'is-light'">
@@ -118,15 +52,16 @@ const template = `
     <span class="spacer"></span>
     <span v-if="problem" class="problem" role="alert">{{ problem }}</span>
     <template v-if="route.page !== 'runs'">
-      <label>axis <select v-model="controls.axis" aria-label="axis"><option v-for="(word, key) in axes" :key="key" :value="key">{{ key }}</option></select></label>
+      <label>axis <select v-model="controls.axis" aria-label="axis"><option v-for="(word, key) in axes" :key="key" :value="key">{{ key === 'flops' ? 'FLOPs' : key }}</option></select></label>
       <label class="slide">smoothing <input type="range" min="0" max="0.99" step="0.01" v-model.number="controls.smoothing" aria-label="smoothing"></label>
+      <label v-if="canGroup"><input type="checkbox" v-model="controls.bySeed" aria-label="group by seed"> {{ route.page === 'run' ? 'mean of ' + page.seeds.length + ' seeds' : 'group by seed' }}</label>
     </template>
     <button type="button" class="tiny" @click="toggleDark" :title="isDark ? 'light' : 'dark'" aria-label="light or dark">{{ isDark ? '☀' : '☾' }}</button>
     <button type="button" class="tiny" @click="showsHelp = !showsHelp" aria-label="keys">?</button>
   </header>
 
   <div v-if="showsHelp" class="help card" role="dialog" aria-label="keys">
-    <p><kbd>/</kbd> filter · <kbd>j</kbd> <kbd>k</kbd> next and previous run · <kbd>Enter</kbd> open · <kbd>x</kbd> choose for a comparison · <kbd>c</kbd> compare · <kbd>r</kbd> all runs · <kbd>d</kbd> light or dark · <kbd>?</kbd> this help</p>
+    <p><kbd>/</kbd> filter · <kbd>j</kbd> <kbd>k</kbd> next and previous run · <kbd>Enter</kbd> open · <kbd>x</kbd> choose for a comparison · <kbd>c</kbd> compare · <kbd>r</kbd> all runs · <kbd>a</kbd> next axis · <kbd>s</kbd> group by seed · <kbd>d</kbd> light or dark · <kbd>?</kbd> this help</p>
   </div>
 
   <main v-if="route.page === 'runs'">
@@ -156,14 +91,18 @@ const template = `
           <td class="number" :title="run.figure">{{ format(run.best) }} <small>{{ run.figure }}</small></td>
           <td class="wide spark" v-html="sparkline(run.spark)"></td>
           <td class="wide"><small>{{ ago(run.touched) }}</small></td>
-          <td class="wide"><span v-for="tag in run.tags" :key="tag" class="tag">{{ tag }}</span></td>
+          <td class="wide"><button v-for="tag in run.tags" :key="tag" type="button" class="tag" :title="'show runs with ' + tag" @click.stop="filter = tag">{{ tag }}</button></td>
         </tr>
       </tbody>
     </table>
   </main>
 
   <main v-else-if="route.page === 'run'">
-    <p v-if="!page" class="empty">{{ problem ? 'This run cannot be shown. It may have been removed.' : 'Reading the run …' }}</p>
+    <div v-if="!page" class="empty">
+      <p v-if="problem === gone" role="alert">There is no such run any more: its folder was moved or removed. See <a href="#/">all runs</a>.</p>
+      <p v-else-if="problem">{{ problem }}</p>
+      <p v-else>Reading the run … <progress v-if="loading < 1" :value="loading" max="1"></progress></p>
+    </div>
     <template v-else>
       <div class="figures">
         <div class="figure"><small>state</small><b><span class="state" :class="'is-' + page.summary.state">{{ states[page.summary.state] }}</span></b></div>
@@ -178,13 +117,16 @@ const template = `
         <div v-for="tag in page.summary.tags" :key="tag" class="tag">{{ tag }}</div>
       </div>
       <p v-if="page.summary.note" class="quiet">{{ page.summary.note }}</p>
-      <p v-if="page.summary.state === 'dead'" class="warning" role="alert">Its process gave no sign of life for {{ ago(page.summary.touched) }}. It was killed, or hangs. Continue it with --resume.</p>
-      <p v-if="page.skipped" class="warning">{{ page.skipped }} lines of its log could not be read.</p>
+      <p v-if="page.summary.state === 'dead'" class="warning" role="alert">Its process gave no sign of life for {{ ago(page.summary.touched) }}. It was killed, or hangs. Give its command the option --resume to continue it.</p>
+      <p v-if="problem === gone" class="warning" role="alert">The folder of this run was moved or removed. These are the last figures from it. See <a href="#/">all runs</a>.</p>
+      <p v-if="page.skipped" class="warning" role="alert">{{ page.skipped === 1 ? 'One line of its log is' : page.skipped + ' lines of its log are' }} damaged and left out, as after a full disk or a crash. All others are shown.</p>
+      <p v-if="page.summary.state === 'empty'" class="empty">It has written no events yet. Its training is about to start; if this stays so, look into the terminal where it was started.</p>
+      <p v-else-if="growth && growth.started.note" class="quiet">{{ growth.started.note }}</p>
 
       <section v-if="growth" class="card">
         <header><h3>network</h3><span class="spacer"></span><span class="legend"><span v-for="(stage, name) in legend" :key="name"><i :style="{ background: stage.color }"></i>{{ stage.word }}</span></span></header>
         <div class="scroll" @click="clickedNetwork" @keydown.enter="clickedNetwork" v-html="networkSvg(growth.slots, growth.started.parameters)"></div>
-        <p class="quiet">A seed is a branch around its slot: as wide as it has weights, filled up to its alpha. Above it: what removing it now would cost, with its interval.</p>
+        <p class="quiet">A seed that adds depth is a branch around its slot, as wide as it has weights; one that adds width makes its module taller. Both are filled up to their alpha. Above: what removing it now would cost, with its interval.</p>
       </section>
 
       <section v-if="growth && growth.seeds.length" class="card">
@@ -203,21 +145,35 @@ const template = `
       </section>
 
       <div class="grid">
+        <series-chart v-if="page.controller && utilityLines.length" title="utility per round" :lines="utilityLines" :store="store" :version="version" :controls="controls" :is-dark="isDark" :choices="['rent', 'cell']" :choice="utilityBy" @choose="utilityBy = $event" note="Gain over the twin minus rent, mean over hosts, with the 95 % interval over groups of hosts that share a twin." />
         <series-chart v-for="chart in charts" :key="chart.title" :title="chart.title" :lines="chart.lines" :store="store" :version="version" :controls="controls" :is-dark="isDark" :marks="chart.marks" />
+        <gain-chart v-if="growth && growth.seeds.length" :key="'gain' + page.twin.length" :run="{ id: page.id }" :twin="page.twin.length ? { id: page.id, twin: true } : null" :store="store" :version="version" :controls="controls" :is-dark="isDark" />
+        <calibration-chart v-if="page.calibration" :calibration="page.calibration" :controls="controls" :is-dark="isDark" />
       </div>
+
+      <host-lives v-if="page.controller" :id="page.id" :rounds="page.controller.rounds" />
+
+      <section v-if="page.controller && page.controller.cells.length" class="card">
+        <header><h3>cells</h3></header>
+        <div class="scroll"><table><thead><tr><th>task and host</th><th class="number">hosts</th><th class="number">utility</th><th class="number">gain</th><th class="number">rent</th><th class="number">grown</th><th class="number">kept</th></tr></thead>
+        <tbody><tr v-for="row in page.controller.cells" :key="row.cell" :data-cell="row.cell"><td>{{ row.cell }}</td><td class="number">{{ row.hosts }}</td><td class="number">{{ interval(row.utility, row.low, row.high) }}</td><td class="number">{{ format(row.gain) }}</td><td class="number">{{ format(row.rent) }}</td><td class="number">{{ format(row.grown) }}</td><td class="number">{{ format(row.kept) }}</td></tr></tbody></table></div>
+        <p class="quiet">Means over all hosts of the run so far, in nats; seeds per host.</p>
+      </section>
 
       <section v-if="growth && growth.seeds.length" class="card">
         <header><h3>ledger</h3></header>
         <div class="scroll"><table><thead><tr><th>seed</th><th>slot</th><th>blueprint</th><th>born</th><th>outcome</th><th class="number">weights</th><th class="number">costs if removed</th><th class="number">rent</th><th>reason</th></tr></thead>
         <tbody><tr v-for="row in growth.seeds" :key="row.number" :data-ledger="row.number"><td>{{ row.number }}</td><td>{{ row.slot }}</td><td>{{ row.blueprint }}</td><td>{{ row.born }}</td><td>{{ row.outcome }}</td><td class="number">{{ format(row.parameters) }}</td>
-          <td class="number">{{ row.contributions.length ? format(row.contributions.at(-1).gain) + ' [' + format(row.contributions.at(-1).gain_low) + ', ' + format(row.contributions.at(-1).gain_high) + ']' : '–' }}</td><td class="number">{{ format(row.rent) }}</td><td>{{ row.stages.at(-1)?.reason }}</td></tr></tbody></table></div>
+          <td class="number">{{ row.contributions.length ? interval(row.contributions.at(-1).gain, row.contributions.at(-1).gain_low, row.contributions.at(-1).gain_high) : '–' }}</td><td class="number">{{ format(row.rent) }}</td><td>{{ row.stages.at(-1)?.reason }}</td></tr></tbody></table></div>
       </section>
 
-      <section v-if="growth && growth.probe" class="card">
-        <header><h3>last probe, epoch {{ growth.probe.epoch }}</h3></header>
-        <div class="scroll"><table><thead><tr><th>slot</th><th v-for="name in probed" :key="name" class="number">{{ name }}</th></tr></thead>
-        <tbody><tr v-for="(row, slot) in growth.probe.estimates" :key="slot"><td>{{ slot }}</td><td v-for="name in probed" :key="name" class="number">{{ format(row[name], 3) }}</td></tr></tbody></table></div>
-        <p class="quiet">Estimated fall of the loss per step, if the candidate grew.</p>
+      <section v-if="probe" class="card">
+        <header><h3>probe after epoch {{ probe.epoch }}</h3><span class="spacer"></span>
+          <label v-if="growth.probes.length > 1">epoch <select v-model="probeEpoch" aria-label="probe"><option :value="null">the last</option><option v-for="row in growth.probes" :key="row.epoch" :value="row.epoch">{{ row.epoch }}</option></select></label></header>
+        <p v-if="probe.decision">{{ probe.decision }}</p>
+        <div class="scroll tall"><table><thead><tr><th>slot</th><th>blueprint</th><th class="number">fall of the loss per step</th><th>verdict</th></tr></thead>
+        <tbody><tr v-for="row in probed" :key="row.slot + ' ' + row.blueprint" :data-candidate="row.blueprint"><td>{{ row.slot }}</td><td>{{ row.blueprint }}</td><td class="number">{{ format(row.estimate, 3) }}</td><td :class="{ quiet: row.reason }">{{ row.reason ? 'passed over: ' + row.reason : row.isGrown ? 'grows' : '' }}</td></tr></tbody></table></div>
+        <p class="quiet">The estimate is how much the loss would fall per step at first, if the candidate grew.</p>
       </section>
 
       <section v-if="growth && growth.decisions.length" class="card">
@@ -227,7 +183,8 @@ const template = `
 
       <section v-if="growth && growth.rollbacks.length" class="card">
         <header><h3>governor</h3></header>
-        <ol class="log"><li v-for="(row, index) in growth.rollbacks" :key="index"><b>epoch {{ row.epoch }}</b> went back to epoch {{ row.to_epoch }} and lost {{ row.epoch - row.to_epoch }} epochs: {{ row.reason }}</li></ol>
+        <p>{{ growth.rollbacks.length === 1 ? 'One rollback' : growth.rollbacks.length + ' rollbacks' }}{{ lost ? ', which cost ' + lost : '' }}.</p>
+        <ol class="log"><li v-for="(row, index) in growth.rollbacks" :key="index" data-rollback><b>epoch {{ row.epoch }}</b> went back to the state of epoch {{ row.to_epoch }}{{ costOf(row) }}: {{ row.reason }}<template v-if="row.embargoed.length">. Under embargo: {{ row.embargoed.join(', ') }}</template></li></ol>
       </section>
 
       <section v-if="page.blueprints && page.blueprints.length" class="card">
@@ -243,6 +200,12 @@ const template = `
         <ol v-if="page.league.length" class="log"><li v-for="(row, index) in page.league.slice().reverse()" :key="index"><b>{{ row.name }}</b> {{ row.is_promoted ? 'entered the league' : 'did not enter' }}: {{ row.reason }}</li></ol>
       </section>
 
+      <h2 v-if="system.length">system</h2>
+      <div class="figures" v-if="systemFigures.length"><div v-for="row in systemFigures" :key="row.name" class="figure"><small>{{ row.name }}</small><b :data-system="row.key">{{ row.text }}</b></div></div>
+      <div class="grid" data-system-charts>
+        <series-chart v-for="chart in system" :key="chart.title" :title="chart.title" :lines="chart.lines" :store="store" :version="version" :controls="controls" :is-dark="isDark" />
+      </div>
+
       <section v-if="page.problems.length" class="card">
         <header><h3>warnings</h3></header>
         <ol class="log"><li v-for="(row, index) in page.problems" :key="index"><b>{{ row.kind.replaceAll('_', ' ') }}</b> {{ described(row) }}</li></ol>
@@ -250,17 +213,18 @@ const template = `
 
       <details class="card"><summary>any series</summary>
         <p><select v-model="own" aria-label="series"><option value="">choose a series</option><option v-for="name in page.series" :key="name" :value="name">{{ name }}</option></select></p>
-        <series-chart v-if="own" :key="own" :title="own" :lines="[{ run: { id: page.id }, name: own, label: own, color: palette[0] }]" :store="store" :version="version" :controls="controls" :is-dark="isDark" />
+        <series-chart v-if="own" :key="own" :title="own" :lines="[line(own, own, palette[0])]" :store="store" :version="version" :controls="controls" :is-dark="isDark" />
       </details>
       <details class="card"><summary>settings</summary><pre>{{ settings }}</pre></details>
     </template>
   </main>
 
   <main v-else>
-    <p v-if="compared && compared.runs.length < 2" class="empty">Choose at least two runs in <a href="#/">the table</a>.</p>
-    <template v-else-if="compared">
+    <p v-if="compared && compared.runs.length < 2" class="empty">{{ compared.runs.length ? 'Only ' + compared.runs[0].name + ' is left of these runs; the others were moved or removed.' : 'None of these runs exists any more.' }} Choose at least two in <a href="#/">the table</a>.</p>
+    <p v-else-if="!compared" class="empty">{{ problem || 'Reading the runs …' }}</p>
+    <template v-else>
+      <p v-if="compared.runs.length < route.ids.length" class="warning" role="alert">{{ route.ids.length - compared.runs.length }} of the chosen runs were moved or removed.</p>
       <div class="figures"><div v-for="(run, index) in compared.runs" :key="run.id" class="figure"><small><i class="dot" :style="{ background: palette[index % palette.length] }"></i>{{ run.name }}</small><b>{{ format(run.best) }}</b><small>{{ run.figure }}, best</small></div></div>
-      <p v-if="compared.runs.length > 2"><label><input type="checkbox" v-model="bySetting"> group runs that differ only in their seed</label></p>
       <div class="grid"><series-chart v-for="name in compareNames" :key="name" :title="name" :lines="compareLines(name)" :store="store" :version="version" :controls="controls" :is-dark="isDark" /></div>
       <section v-if="differences.length" class="card" data-differences><header><h3>differences over seeds: {{ compared.over_seeds.figure }}</h3></header>
         <ul class="log"><li v-for="(row, index) in differences" :key="index"><b>{{ row.name }}</b> {{ row.text }}</li></ul>
@@ -277,7 +241,7 @@ const template = `
 
 export default {
   template,
-  components: { SeriesChart },
+  components: { CalibrationChart, GainChart, HostLives, SeriesChart },
   data: () => ({
     route: { page: "runs" },
     runs: [],
@@ -290,18 +254,20 @@ export default {
     chosen: [],
     page: null,
     compared: null,
-    bySetting: false,
     seedNumber: null,
+    probeEpoch: null,
+    utilityBy: "rent",
     own: "",
     version: 0,
     problem: "",
     showsHelp: false,
-    controls: { axis: "step", smoothing: 0 },
+    controls: { axis: "step", smoothing: 0, bySeed: false },
     isDark: false,
   }),
   created() {
     this.store = new SeriesStore();
     this.axes = AXES;
+    this.gone = GONE;
     this.states = STATES;
     this.stages = STAGES;
     this.palette = PALETTE;
@@ -334,8 +300,33 @@ export default {
     seed() {
       return this.growth?.seeds.find((seed) => seed.number === this.seedNumber) ?? null;
     },
+    probe() {
+      const probes = this.growth?.probes ?? [];
+      return probes.find((probe) => probe.epoch === this.probeEpoch) ?? probes.at(-1) ?? null;
+    },
+    // All candidates of the shown probe, the best estimates first.
     probed() {
-      return [...new Set(Object.values(this.growth?.probe?.estimates ?? {}).flatMap((row) => Object.keys(row)))];
+      const rows = Object.entries(this.probe.estimates).flatMap(([slot, row]) => Object.entries(row).map(([blueprint, estimate]) => ({ slot, blueprint, estimate })));
+      for (const row of rows) {
+        row.reason = this.probe.reasons[row.slot]?.[row.blueprint] ?? "";
+        row.isGrown = this.growth.seeds.some((seed) => seed.slot === row.slot && seed.blueprint === row.blueprint && seed.born === this.probe.epoch);
+      }
+      return rows.sort((a, b) => (b.isGrown - a.isGrown) || b.estimate - a.estimate);
+    },
+    // The cost of all rollbacks, in words.
+    lost() {
+      const rows = this.growth.rollbacks.filter((row) => row.steps_lost !== null && row.steps_lost !== undefined);
+      return rows.length ? this.costInWords(rows.reduce((sum, row) => sum + row.steps_lost, 0), rows.reduce((sum, row) => sum + (row.seconds_lost ?? 0), 0)) : "";
+    },
+    canGroup() {
+      return this.route.page === "run" ? this.page?.seeds.length > 1 : this.compared?.runs.length > 1;
+    },
+    utilityLines() {
+      const lines = this.page.controller.utility[this.utilityBy] ?? [];
+      return lines.map((series, index) => {
+        const own = this.line(null, series.label, PALETTE[index % PALETTE.length]);
+        return { ...own, axes: { ...own.axes, step: "round" }, series };
+      });
     },
     latestParameters() {
       const seeds = this.growth.slots.reduce((sum, slot) => sum + (slot.blueprint ? slot.parameters ?? 0 : 0), 0);
@@ -345,16 +336,26 @@ export default {
       return JSON.stringify(this.page.config, null, 2);
     },
     charts() {
-      const kind = this.page.summary.kind;
-      const run = { id: this.page.id };
       const marks = (this.growth?.marks ?? []).map((mark) => ({ x: mark.epoch, what: mark.what, text: `${mark.blueprint} ${mark.what} ${mark.slot ? `after ${mark.slot}` : ""}`.trim() }));
-      return [...CHARTS[kind], ...SYSTEM[kind]].map(([title, wanted]) => {
-        const names = wanted.flatMap((name) => (name.endsWith("/") ? this.page.series.filter((other) => other.startsWith(name)) : [name])).filter((name) => this.page.series.includes(name));
-        const labels = names.map((name) => label(name, wanted));
-        const lines = names.map((name, index) => ({ run, name, label: labels.indexOf(labels[index]) === labels.lastIndexOf(labels[index]) ? labels[index] : name, color: PALETTE[index % PALETTE.length], dashed: false }));
-        if (this.page.twin && title === "loss") lines.push({ run: { id: this.page.id, twin: true }, name: "epoch_ended/val_loss", label: "twin: val_loss", color: PALETTE[7], dashed: true });
-        return { title, lines, marks: title === "loss" || title === "metrics" ? marks : [] };
-      }).filter((chart) => chart.lines.length);
+      return this.chartsOf(CHARTS[this.page.summary.kind]).map((chart) => ({ ...chart, marks: chart.title === "loss" || chart.title === "metrics" ? marks : [] }));
+    },
+    system() {
+      return this.chartsOf(SYSTEM[this.page.summary.kind]);
+    },
+    // The newest figures of the machine, in units for people.
+    systemFigures() {
+      const kind = this.growth ? "epoch_ended" : "update";
+      const units = [
+        ["samples per second", this.growth ? "samples_per_second" : "steps_per_second", (value) => format(value, 3)],
+        ["step", "step_seconds", (value) => `${format(1000 * value, 3)} ms`],
+        ["wait for data", this.growth ? "data_wait_seconds" : "env_seconds", (value) => `${format(value, 2)} s`],
+        ["cores in use", "resources/cpu_cores", (value) => format(value, 2)],
+        ["memory", "resources/memory_bytes", (value) => `${format(value / 2 ** 20, 3)} MiB`],
+        ["GPU memory", "resources/device_memory_bytes", (value) => `${format(value / 2 ** 20, 3)} MiB`],
+        ["GPU in use", "resources/device_use", (value) => `${Math.round(100 * value)} %`],
+      ];
+      this.version; // the store is not reactive itself
+      return units.map(([name, key, words]) => ({ name, key, value: this.store.get({ id: this.page.id }, `${kind}/${key}`)?.values.at(-1), words })).filter((row) => row.value !== undefined && row.value !== null).map((row) => ({ ...row, text: row.words(row.value) }));
     },
     differences() {
       const found = this.compared?.over_seeds;
@@ -376,7 +377,7 @@ export default {
         if (!document.hidden || !this.isLoaded) await this.refresh();
         this.problem = "";
       } catch (error) {
-        this.problem = "the server does not answer; is esper watch still running?";
+        this.problem = error.message === GONE ? GONE : error instanceof TypeError ? "esper watch does not answer; start it again, and this page goes on" : `esper watch reports: ${error.message}`;
       }
       this.timer = setTimeout(() => this.tick(), Math.max(EVERY_MS - (performance.now() - began), 50));
     },
@@ -394,8 +395,9 @@ export default {
       }
       if (this.route.page === "run") {
         const id = this.route.id;
-        const page = await this.json(`/api/runs/${id}`);
-        if (this.route.id === id && JSON.stringify(without(page)) !== JSON.stringify(without(this.page))) this.page = page;
+        if (!this.page) this.watchLoading();
+        const page = await this.json(`/api/runs/${id}?mark=${this.page?.mark ?? ""}`);
+        if (this.route.id === id && page.summary) this.page = page;
       } else if (!this.compared || performance.now() - (this.asked ?? -Infinity) > OVERVIEW_MS) {
         const found = await this.json(`/api/compare?runs=${this.route.ids.join(",")}`);
         if (JSON.stringify(found) !== JSON.stringify(this.compared)) this.compared = found;
@@ -404,14 +406,17 @@ export default {
       if (await this.store.refresh()) this.version += 1;
     },
     async watchLoading() {
-      while (!this.isLoaded) {
-        this.loading = (await this.json("/api/loading")).share;
+      if (this.isWatching) return;
+      this.isWatching = true;
+      while (this.route.page === "runs" ? !this.isLoaded : this.route.page === "run" && !this.page && !this.problem) {
+        this.loading = (await this.json("/api/loading").catch(() => ({ share: 1 }))).share;
         await new Promise((resolve) => setTimeout(resolve, 300));
       }
+      this.isWatching = false;
     },
     async json(path) {
       const response = await fetch(path);
-      if (!response.ok) throw new Error(await response.text());
+      if (!response.ok) throw new Error(response.status === 404 ? GONE : (await response.text()).slice(0, 200));
       return response.json();
     },
     go() {
@@ -420,7 +425,9 @@ export default {
       this.compared = null;
       this.own = "";
       this.seedNumber = null;
+      this.probeEpoch = null;
       this.asked = undefined;
+      this.problem = "";
       if (place === "runs" && rest) this.route = { page: "run", id: rest };
       else if (place === "compare") this.route = { page: "compare", ids: (rest ?? "").split(",") };
       else this.route = { page: "runs" };
@@ -440,6 +447,8 @@ export default {
         x: () => run && (this.chosen = this.chosen.includes(run.id) ? this.chosen.filter((id) => id !== run.id) : [...this.chosen, run.id]),
         c: () => this.chosen.length > 1 && (location.hash = `#/compare/${this.chosen.join(",")}`),
         r: () => (location.hash = "#/"),
+        a: () => (this.controls.axis = Object.keys(AXES)[(Object.keys(AXES).indexOf(this.controls.axis) + 1) % 4]),
+        s: () => this.canGroup && (this.controls.bySeed = !this.controls.bySeed),
         d: () => this.toggleDark(),
         "?": () => (this.showsHelp = !this.showsHelp),
         Escape: () => (this.showsHelp = false),
@@ -475,22 +484,50 @@ export default {
       if (problem.words) return `step ${format(problem.step)}: ${problem.words}`;
       return Object.entries(problem).filter(([name, value]) => !["kind", "time", "step"].includes(name) && value !== "" && value !== null && typeof value !== "object").map(([name, value]) => `${name.replaceAll("_", " ")} ${typeof value === "number" ? format(value) : value}`).join(" · ");
     },
+    interval(value, low, high) {
+      return low === null || low === undefined ? format(value) : `${format(value)} [${format(low)}, ${format(high)}]`;
+    },
+    costInWords(steps, seconds) {
+      return `${format(steps)} ${steps === 1 ? "step" : "steps"}${seconds ? ` and ${format(seconds, 2)} s` : ""}`;
+    },
+    costOf(row) {
+      return row.steps_lost === null || row.steps_lost === undefined ? "" : ` and lost ${this.costInWords(row.steps_lost, row.seconds_lost)}`;
+    },
+    // A line of a chart: one series of this run, and of the runs with other seeds.
+    line(name, label, color) {
+      const own = { run: { id: this.page.id }, started: this.page.summary.started, name, label, color, dashed: false };
+      const axes = { ...AXES, step: this.growth ? "epoch" : name?.startsWith("round_ended/") ? "fleets that have ended" : "step", flops: this.page.summary.kind === "growth" ? "GFLOPs" : this.page.summary.kind === "controller" ? "GFLOPs of the hosts" : "GFLOPs of the policy, estimated" };
+      return { ...own, axes, siblings: name ? this.page.seeds.map((run) => ({ ...own, run: { id: run.id }, started: run.started })) : [] };
+    },
+    chartsOf(wantedCharts) {
+      return wantedCharts.map(([title, wanted]) => {
+        const names = wanted.flatMap((name) => (name.endsWith("/") ? this.page.series.filter((other) => other.startsWith(name)) : [name])).filter((name) => this.page.series.includes(name));
+        const labels = names.map((name) => label(name, wanted));
+        const lines = names.map((name, index) => this.line(name, labels.indexOf(labels[index]) === labels.lastIndexOf(labels[index]) ? labels[index] : name, PALETTE[index % PALETTE.length]));
+        // The twin's curves are those of the run, dashed: its validation loss and its metrics.
+        const shared = (title === "loss" ? ["epoch_ended/val_loss"] : title === "metrics" ? names : []).filter((name) => this.page.twin?.includes(name));
+        for (const name of shared) {
+          const same = lines.find((line) => line.name === name);
+          lines.push({ ...same, run: { id: this.page.id, twin: true }, started: this.growth.twin_started, label: `twin: ${same.label}`, color: title === "loss" ? PALETTE[7] : same.color, dashed: true, siblings: same.siblings.map((line) => ({ ...line, run: { ...line.run, twin: true } })) });
+        }
+        return { title, lines };
+      }).filter((chart) => chart.lines.length);
+    },
     compareLines(name) {
-      // Runs of one setting share a colour: they differ in nothing but their seed.
+      const line = (run, index) => ({ run: { id: run.id }, started: run.started, name, label: run.name, color: PALETTE[index % PALETTE.length], dashed: false });
+      if (!this.controls.bySeed) return this.compared.runs.map(line);
+      // Runs of one setting differ in nothing but their seed: draw their mean.
       const isSeed = (setting) => /(^|\.)seed$/.test(setting);
       const keys = this.compared.runs.map((run) => JSON.stringify(Object.entries(this.compared.settings).filter(([setting]) => !isSeed(setting)).map(([setting, row]) => [setting, row[run.id]])));
-      const groups = [...new Set(keys)];
-      return this.compared.runs.map((run, index) => ({ run: { id: run.id }, name, label: run.name, color: PALETTE[(this.bySetting ? groups.indexOf(keys[index]) : index) % PALETTE.length], dashed: false }));
+      return [...new Set(keys)].map((key, index) => {
+        const members = this.compared.runs.filter((_, place) => keys[place] === key);
+        return { ...line(members[0], index), siblings: members.map((run) => line(run, index)) };
+      });
     },
   },
 };
 
 function label(name, wanted) {
   const prefix = wanted.find((other) => other.endsWith("/") && name.startsWith(other));
-  return prefix ? name.slice(prefix.length) : name.split("/").slice(1).join("/");
-}
-
-// A page without what changes all the time, to see whether anything worth drawing has changed.
-function without(page) {
-  return page && { ...page, now: 0, summary: { ...page.summary, touched: page.summary.state === "running" ? 0 : page.summary.touched } };
+  return (prefix ? name.slice(prefix.length) : name.split("/").slice(1).join("/")).replace(/^resources\//, "");
 }

@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from esper.dashboard.controller_story import ControllerStory, joined_calibration
 from esper.files import printable, user_cache
 from esper.runs.anomalies import Anomaly
-from esper.runs.catalog import Run, differing_settings, find_runs
-from esper.runs.compare import compare_opened
-from esper.runs.folder import TWIN, kind_of
+from esper.runs.catalog import LABELS, Run, at_steps, differing_settings, find_runs, settings_of
+from esper.runs.compare import NOT_COMPARED, compare_opened, seed_of
+from esper.runs.folder import CONFIG
 from esper.runs.health import lights
-from esper.runs.index import thinned
+from esper.runs.index import Series, thinned
 
 POINTS = 2000  # of one series, at most
 SEARCH_EVERY_S = 2.0  # for new run folders
@@ -37,8 +39,9 @@ class Watcher:
         self.root = Path(root)
         self._cache = user_cache() if cache is None else cache
         self._runs: dict[str, Run] = {}  # by their names in addresses
-        self._twins: dict[Path, Run] = {}  # by folder
         self._stories: dict[Path, tuple[list[tuple[int, int]], dict[str, Any]]] = {}  # by folder: how far the logs were read, and the story
+        self._controllers: dict[Path, ControllerStory] = {}  # by folder
+        self._settings: dict[Path, tuple[int, bytes, int | None]] = {}  # by folder: time of the file, settings without the seed, seed
         self._lock = threading.RLock()
         self._searched = -math.inf
         self.loading = 1.0  # share of the logs that has been read
@@ -59,6 +62,9 @@ class Watcher:
         found = {name_in_address(run.folder): run for run in find_runs(self.root, cache=self._cache)}
         self._runs = {name: self._runs.get(name, run) for name, run in found.items()}
         self._searched = time.monotonic()
+        for kept in (self._stories, self._controllers, self._settings):
+            for folder in kept.keys() - {run.folder for run in self._runs.values()}:
+                kept.pop(folder)
 
     def run(self, name: str) -> Run | None:
         """Return the run of this name in addresses, with its newest events; None if there is none (any more)."""
@@ -80,14 +86,22 @@ class Watcher:
         rows.sort(key=lambda row: (row["state"] != "running", -row["touched"]))
         return {"root": printable(str(self.root)), "runs": [_clean(row) for row in rows], "now": time.time()}
 
-    def page(self, name: str) -> dict[str, Any] | None:
-        """Return everything about one run except its series."""
+    def page(self, name: str, mark: str = "") -> dict[str, Any] | None:
+        """Return everything about one run except its series; None if there is no such run (any more).
+
+        `mark` is that of the page which the browser has. Return only the mark if nothing has changed since.
+        """
         with self._lock:
             run = self.run(name)
             if run is None:
                 return None
+            new_mark = self._mark(run)
+            if mark == new_mark:
+                return {"mark": mark}
             page: dict[str, Any] = {
                 "id": name,
+                "mark": new_mark,
+                "seeds": self._seeds_of_setting(name),
                 "summary": msgspec.to_builtins(run.summary()),
                 "config": _config(run),
                 "kinds": run.index.kinds,
@@ -98,13 +112,14 @@ class Watcher:
                 "now": time.time(),
             }
             if run.kind == "growth":
-                twin = self._twin(run)
-                page["growth"] = self._story(run, twin)
-                page["twin"] = None if twin is None else TWIN
+                page["growth"] = self._story(run)
+                page["twin"] = [] if run.twin is None else run.twin.index.names()
             else:
                 page["health"] = [light._asdict() for light in lights(run.index)]
+                page["calibration"] = joined_calibration(run)
             if run.kind == "controller":
                 page["blueprints"] = blueprint_counts(run)
+                page["controller"] = self._controller(run).page(run)
             if run.kind == "arena":
                 page["replays"] = [printable(path.stem) for path in replays_of(run)][:50]
                 page["league"] = [_without_stamp(event) for event in run.index.events("league_changed")][-50:]
@@ -121,13 +136,13 @@ class Watcher:
         with self._lock:
             run = self.run(name)
             if run is not None and twin:
-                run = self._twin(run)
+                run = run.twin
             if run is None:
                 return {"generation": 0, "series": {}}
             is_known = generation == run.index.generation
             answer = {}
             for label in wanted:
-                series = run.index.series(label)
+                series = progress_series(run, label) if label.startswith("@") else run.index.series(label)
                 start = min(seen.get(label, 0), len(series.values)) if is_known else 0
                 part = thinned(type(series)(*(column[start:] for column in series)), POINTS)
                 answer[label] = {
@@ -139,22 +154,59 @@ class Watcher:
                 }
         return {"generation": run.index.generation, "series": answer}
 
-    def _twin(self, run: Run) -> Run | None:
-        """Return the twin of a growth run, kept beside it."""
-        folder = run.folder / TWIN
-        twin = self._twins.get(folder)
-        if twin is None and kind_of(folder) == "growth":
-            twin = self._twins[folder] = Run(folder, "growth", cache=self._cache)
-        if twin is not None:
-            twin.refresh()
-        return twin
+    def hosts(self, name: str, number: int) -> list[dict[str, Any]]:
+        """Return the lives of the hosts of a round of a controller's training; none if there is no such run or round."""
+        with self._lock:
+            run = self.run(name)
+            lives: list[dict[str, Any]] = (
+                [] if run is None or run.kind != "controller" else _clean(self._controller(run).lives(run, number))
+            )
+            return lives
 
-    def _story(self, run: Run, twin: Run | None) -> dict[str, Any]:
-        """Return the story of a growth run; the one of before if neither log has grown since."""
-        mark = [(each.index.generation, each.index.offset) for each in (run, twin) if each is not None]
+    def _controller(self, run: Run) -> ControllerStory:
+        story = self._controllers.setdefault(run.folder, ControllerStory())
+        story.refresh(run.index)
+        return story
+
+    def _mark(self, run: Run) -> str:
+        """Return a text that changes with everything that the page of a run shows, except series and the last sign of life."""
+        labels = run.folder / LABELS
+        parts: list[Any] = [each.index.generation for each in (run, run.twin) if each is not None]
+        parts += [each.index.offset for each in (run, run.twin) if each is not None]
+        parts += [run.state(), labels.stat().st_mtime_ns if labels.is_file() else 0, self._seeds_of_setting(name_in_address(run.folder))]
+        if run.kind == "arena":
+            parts.append([path.name for path in replays_of(run)][:50])
+        return hashlib.blake2b(msgspec.json.encode(parts), digest_size=12).hexdigest()
+
+    def _seeds_of_setting(self, name: str) -> list[dict[str, Any]]:
+        """Return the runs that differ from this one in nothing but their seed, by seed, with this one; none if it is the only one."""
+        own, _ = self._setting(self._runs[name])
+        found = {id_: self._setting(run) for id_, run in self._runs.items() if run.kind == self._runs[name].kind}
+        same = {id_: seed for id_, (setting, seed) in found.items() if setting == own and seed is not None}
+        if own == b"" or len(same) < 2 or len(set(same.values())) < len(same):
+            return []
+        ordered = sorted(same, key=lambda id_: same[id_] or 0)
+        return [{"id": id_, "name": self._runs[id_].name, "seed": same[id_], "started": self._runs[id_].started()} for id_ in ordered]
+
+    def _setting(self, run: Run) -> tuple[bytes, int | None]:
+        """Return the settings of a run without its seed, as one text, and the seed. The text is empty if the settings cannot be read."""
+        try:
+            changed = (run.folder / CONFIG).stat().st_mtime_ns
+        except OSError:
+            return b"", None
+        known = self._settings.get(run.folder)
+        if known is None or known[0] != changed:
+            config = _config(run)
+            kept = sorted((name, value) for name, value in settings_of(config).items() if name not in NOT_COMPARED)
+            known = self._settings[run.folder] = changed, msgspec.json.encode([run.kind, kept], enc_hook=str), seed_of(config)
+        return known[1], known[2]
+
+    def _story(self, run: Run) -> dict[str, Any]:
+        """Return the story of a growth run; the one of before if neither its log nor that of its twin has grown since."""
+        mark = [(each.index.generation, each.index.offset) for each in (run, run.twin) if each is not None]
         before = self._stories.get(run.folder)
         if before is None or before[0] != mark:
-            before = self._stories[run.folder] = mark, growth_story(run, twin)
+            before = self._stories[run.folder] = mark, growth_story(run, run.twin)
         return before[1]
 
     def compare(self, names: Iterable[str]) -> dict[str, Any]:
@@ -174,6 +226,30 @@ class Watcher:
                 }
             )
             return found
+
+
+def progress_series(run: Run, name: str) -> Series:
+    """Return the samples ("@samples") or the GFLOPs ("@gflops") that a run has used so far, by step; empty if it does not tell them.
+
+    A growth run counts the FLOPs of its training, a controller's those of its hosts. Other learners count those of their policy, estimated:
+    2 per weight and step to act, and 6 in every epoch of an update. That is too few for a network that uses its weights more than once.
+    """
+    get = run.index.series
+    if run.kind == "growth":
+        rates, seconds = get("epoch_ended/samples_per_second"), get("epoch_ended/seconds")
+        if name == "@gflops":
+            return get("epoch_ended/total_gflops")
+        return rates._replace(values=np.cumsum(rates.values * at_steps(seconds, rates.steps)))
+    if run.kind == "controller":
+        rounds = get("round_ended/gflops" if name == "@gflops" else "round_ended/samples")
+        return rounds._replace(values=np.cumsum(rounds.values))
+    updates = get("update/update")
+    if name == "@samples":
+        return updates._replace(values=updates.steps.astype(float))
+    started, ppo = run.index.events("run_started")[-1:], _config(run).get("ppo", {})
+    weights = started[0].get("parameters") if started else None
+    per_step = (weights or 0) * (2 + 6 * ppo.get("num_epochs", 1)) / 1e9
+    return updates._replace(values=updates.steps * per_step) if per_step else get("")
 
 
 def name_in_address(folder: Path) -> str:
@@ -225,7 +301,7 @@ def growth_story(run: Run, twin: Run | None = None) -> dict[str, Any]:
     index = run.index
     started = (index.events("growth_started") or [{}])[-1]
     epochs = index.events("epoch_ended")
-    seeds = _seeds(run, epochs)
+    seeds = seeds_of([*index.events("stage_entered"), *index.events("measured"), *epochs, *index.events("rolled_back")])
     last = {view["slot"]: view for view in epochs[-1]["slots"]} if epochs else {}
     slots = [{"slot": slot, **last.get(slot, {"stage": "DORMANT", "blueprint": None, "alpha": 0.0})} for slot in started.get("slots", [])]
     marks = [
@@ -235,7 +311,7 @@ def growth_story(run: Run, twin: Run | None = None) -> dict[str, Any]:
     ]
     rollbacks = [_without_stamp(event) for event in index.events("rolled_back")]
     marks += [{"epoch": event["epoch"], "what": "rolled back", "slot": "", "blueprint": ""} for event in rollbacks]
-    probes = index.events("probed")
+    probes, left_out = index.events("probed"), index.events("passed_over")
     return {
         "started": {
             name: started.get(name) for name in ("controller", "raise_mode", "epochs", "parameters", "flops", "device", "optimizer", "note")
@@ -245,9 +321,18 @@ def growth_story(run: Run, twin: Run | None = None) -> dict[str, Any]:
         "marks": marks,
         "rollbacks": rollbacks,
         "refused": [_without_stamp(event) for event in index.events("action_refused")][-50:],
-        "probe": {"epoch": probes[-1]["epoch"], "estimates": probes[-1]["promises"]} if probes else None,
+        "probes": [
+            {
+                "epoch": probe["epoch"],
+                "estimates": probe["promises"],
+                "reasons": next((event["reasons"] for event in left_out if event["epoch"] == probe["epoch"]), {}),
+                "decision": next((event["decision"] for event in epochs if event["epoch"] == probe["epoch"]), ""),
+            }
+            for probe in probes[-20:]
+        ],
         "decisions": [{"epoch": event["epoch"], "text": event["decision"]} for event in epochs if event["decision"]][-100:],
         "tested": _last(run, "final_test"),
+        "twin_started": None if twin is None else twin.started(),
         "compared": None if twin is None else _last(twin, "twin_compared"),
         "finished": _last(run, "growth_finished"),
     }
@@ -258,17 +343,15 @@ def _last(run: Run, kind: str) -> dict[str, Any] | None:
     return _without_stamp(found[-1]) if found else None
 
 
-def _seeds(run: Run, epochs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return every seed with the stages it went through, its outcome, its last measured contribution and the reasons."""
+def seeds_of(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return every seed of a host with the stages it went through, its outcome, its measured contributions and the reasons.
+
+    Reads the events `stage_entered`, `measured`, `epoch_ended` and `rolled_back`.
+    """
     seeds: list[dict[str, Any]] = []
     current: dict[str, dict[str, Any]] = {}  # the seed in each slot
-    lines = [
-        *run.index.events("stage_entered"),
-        *run.index.events("measured"),
-        *epochs,
-        *run.index.events("rolled_back"),
-    ]
-    for event in sorted(lines, key=lambda event: event["time"]):
+    rollback = ""  # the latest one, in words
+    for event in sorted(events, key=lambda event: event["time"]):
         match event["kind"]:
             case "stage_entered":
                 slot = event["slot"]
@@ -296,16 +379,34 @@ def _seeds(run: Run, epochs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 seed["contributions"].append({name: event[name] for name in ("epoch", "gain", "gain_low", "gain_high", "rent")})
             case "epoch_ended":
                 for view in event["slots"]:
-                    if view["slot"] in current:
-                        current[view["slot"]] |= {
-                            name: view.get(name) for name in ("alpha", "age", "parameters", "rent", "health", "stage")
-                        }
+                    if view["slot"] not in current:
+                        continue
+                    seed = current[view["slot"]]
+                    # A rollback may take back a seed that was young, or that was kept since: then its slot says so, and no stage does.
+                    if view["stage"] == "DORMANT":
+                        _end_by_rollback(seed, event["epoch"], rollback)
+                        current.pop(view["slot"])
+                        continue
+                    if seed["outcome"] == "kept" and view["stage"] != "FOSSILIZED":
+                        seed |= {"outcome": "living", "ended": None}
+                        seed["stages"].append({"epoch": event["epoch"], "stage": view["stage"], "reason": f"it is back: {rollback}"})
+                    seed |= {name: view.get(name) for name in ("alpha", "age", "parameters", "rent", "health", "stage")}
             case "rolled_back":
+                rollback = f"the governor went back to epoch {event['to_epoch']}: {event['reason']}"
+                # Its seeds have entered PRUNED or EMBARGOED just before, by the same reason.
                 for slot in event["embargoed"]:
-                    if slot in current:
-                        current[slot] |= {"outcome": "rolled back", "ended": event["epoch"]}
-                        current.pop(slot)
+                    last = next((seed for seed in reversed(seeds) if seed["slot"] == slot), None)
+                    if last is not None and last["outcome"] != "kept":
+                        _end_by_rollback(last, event["epoch"], rollback)
+                        current.pop(slot, None)
     return seeds
+
+
+def _end_by_rollback(seed: dict[str, Any], epoch: int, rollback: str) -> None:
+    """Note that a rollback has removed a seed. If the seed was pruned, its last stage has the reason already."""
+    seed |= {"outcome": "rolled back", "ended": epoch}
+    if seed["stages"][-1]["stage"] not in ("PRUNED", "EMBARGOED"):
+        seed["stages"].append({"epoch": epoch, "stage": "PRUNED", "reason": rollback})
 
 
 # Learner runs

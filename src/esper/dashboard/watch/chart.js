@@ -5,6 +5,7 @@ import { echarts } from "nicegui-echart";
 // Colours of Okabe and Ito, which people with any colour vision can tell apart.
 export const PALETTE = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8a7a00", "#7a7a7a"];
 const MARKS = { grows: "#0072b2", kept: "#009e73", pruned: "#e69f00", "rolled back": "#d55e00" };
+const MOST = 600; // points of a mean over runs
 
 export function format(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
@@ -26,9 +27,70 @@ export function smooth(values, weight) {
   });
 }
 
+// The value at x of a curve through points with rising x, by straight lines. Before the first and after the last point: null, or their values.
+export function at(xs, ys, x, { isOpen = true } = {}) {
+  if (!xs.length || (!isOpen && (x < xs[0] || x > xs.at(-1)))) return null;
+  if (x <= xs[0]) return ys[0];
+  if (x >= xs.at(-1)) return ys.at(-1);
+  let [low, high] = [0, xs.length - 1];
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (xs[middle] <= x) low = middle;
+    else high = middle;
+  }
+  const share = xs[high] === xs[low] ? 0 : (x - xs[low]) / (xs[high] - xs[low]);
+  return ys[low] + share * (ys[high] - ys[low]);
+}
+
+// Quantiles of Student's t for a 95 % interval, by degrees of freedom from 1 on.
+const STUDENT = [12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145, 2.131, 2.12, 2.11, 2.101, 2.093, 2.086, 2.08, 2.074, 2.069, 2.064, 2.06, 2.056, 2.052, 2.048, 2.045, 2.042];
+
+// The mean of several curves [[x, y], ...] with its 95 % interval, where all of them have values. A single curve has no interval.
+export function meanOf(curves) {
+  const columns = curves.map((points) => [points.map((point) => point[0]), points.map((point) => point[1])]);
+  const start = Math.max(...columns.map(([xs]) => xs[0]));
+  const end = Math.min(...columns.map(([xs]) => xs.at(-1)));
+  let places = [...new Set(columns.flatMap(([xs]) => xs))].filter((x) => x >= start && x <= end).sort((a, b) => a - b);
+  if (places.length > MOST) places = Array.from({ length: MOST }, (_, index) => places[Math.round((index * (places.length - 1)) / (MOST - 1))]);
+  const margin = (STUDENT[curves.length - 2] ?? 1.96) / Math.sqrt(curves.length);
+  const points = [];
+  const band = [];
+  for (const x of places) {
+    const values = columns.map(([xs, ys]) => at(xs, ys, x, { isOpen: false }));
+    const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
+    points.push([x, mean]);
+    if (values.length > 1) {
+      const spread = Math.sqrt(values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (values.length - 1));
+      band.push([x, mean - margin * spread, mean + margin * spread]);
+    }
+  }
+  return { points, band };
+}
+
 // ECharts keeps series in plain objects by their names. A name that every object has, such as __proto__, gets an invisible mark.
 function safeName(name) {
   return name in {} ? `\u200b${name}` : name;
+}
+
+// The interval around a line as one filled shape.
+function bandSeries(line) {
+  return {
+    type: "custom",
+    name: safeName(line.label),
+    silent: true,
+    animation: false,
+    tooltip: { show: false },
+    data: [0],
+    encode: { x: -1, y: -1 },
+    z: 1,
+    clip: true,
+    color: line.color,
+    renderItem: (_, api) => {
+      const shown = line.band.filter((row) => row[1] !== null && row[2] !== null);
+      const corners = [...shown.map((row) => api.coord([row[0], row[2]])), ...shown.reverse().map((row) => api.coord([row[0], row[1]]))];
+      return { type: "polygon", shape: { points: corners.filter((corner) => corner.every(Number.isFinite)) }, style: { fill: line.color, opacity: 0.16 } };
+    },
+  };
 }
 
 export class LineChart {
@@ -43,22 +105,23 @@ export class LineChart {
     this.chart.dispose();
   }
 
-  // lines: [{label, color, dashed, points: [[x, y], ...], band: [[x, low, high], ...]}], marks: [{x, what, text}]
+  // lines: [{label, color, dashed, dots, points: [[x, y], ...], band: [[x, low, high], ...]}], marks: [{x, what, text}]
   draw(lines, { isDark, isLog, xName, marks = [] }) {
     const ink = isDark ? "#d5dce4" : "#2b333c";
     const soft = isDark ? "#7d8894" : "#77818c";
     const grid = isDark ? "#262d36" : "#e7eaee";
-    const axis = { axisLine: { lineStyle: { color: soft } }, axisLabel: { color: soft, hideOverlap: true }, splitLine: { lineStyle: { color: grid } } };
+    const axis = { axisLine: { lineStyle: { color: soft } }, axisLabel: { color: soft, hideOverlap: true, formatter: shortNumber }, splitLine: { lineStyle: { color: grid } } };
     const series = lines.map((line) => ({
       type: "line",
       name: safeName(line.label),
       data: isLog ? line.points.filter((point) => point[1] > 0) : line.points,
-      showSymbol: line.points.length < 30,
-      symbolSize: 4,
+      showSymbol: line.dots || line.points.length < 30,
+      symbolSize: line.dots ? 7 : 4,
       color: line.color,
       lineStyle: { width: line.dashed ? 1.5 : 2, type: line.dashed ? "dashed" : "solid" },
       emphasis: { disabled: true },
       animation: false,
+      z: 2,
     }));
     if (marks.length && series.length) {
       series[0].markLine = {
@@ -74,10 +137,14 @@ export class LineChart {
         })),
       };
     }
+    // The band of a line is not among its points, so the axis has to be told how far it reaches.
+    const banded = lines.filter((line) => line.band?.length);
+    const reach = banded.flatMap((line) => line.band.flatMap((row) => [row[1], row[2]])).filter((value) => value !== null && (!isLog || value > 0));
+    const edges = reach.length ? roundEdges(reach, lines.flatMap((line) => line.points.map((point) => point[1]).filter((value) => !isLog || value > 0)), isLog) : {};
     this.chart.setOption(
       {
         grid: { left: 8, right: 18, top: 30, bottom: 22, containLabel: true },
-        legend: { top: 0, left: 0, icon: "roundRect", itemHeight: 4, itemWidth: 14, textStyle: { color: ink, fontSize: 11 }, type: "scroll" },
+        legend: { top: 0, left: 0, icon: "roundRect", itemHeight: 4, itemWidth: 14, textStyle: { color: ink, fontSize: 11 }, type: "scroll", pageIconColor: soft, pageTextStyle: { color: soft } },
         tooltip: {
           trigger: "axis",
           confine: true,
@@ -87,10 +154,27 @@ export class LineChart {
           valueFormatter: (value) => format(value),
         },
         xAxis: { type: "value", name: xName, nameLocation: "middle", nameGap: 24, nameTextStyle: { color: soft, fontSize: 11 }, min: "dataMin", max: "dataMax", ...axis, axisLine: { onZero: false, lineStyle: { color: soft } }, splitLine: { show: false } },
-        yAxis: { type: isLog ? "log" : "value", scale: true, ...axis, axisLine: { show: false } },
-        series,
+        yAxis: { type: isLog ? "log" : "value", scale: true, ...edges, ...axis, axisLine: { show: false } },
+        series: [...banded.map(bandSeries), ...series],
       },
       { notMerge: true },
     );
   }
+}
+
+// The ends of an axis that holds all of these values, as round numbers.
+function roundEdges(reach, values, isLog) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const value of [...reach, ...values]) [low, high] = [Math.min(low, value), Math.max(high, value)];
+  if (isLog) return { min: low, max: high };
+  const unit = 10 ** Math.floor(Math.log10(high - low || 1)) / 2;
+  return { min: Math.floor(low / unit) * unit, max: Math.ceil(high / unit) * unit };
+}
+
+function shortNumber(value) {
+  const size = Math.abs(value);
+  const units = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]];
+  const unit = units.find(([least]) => size >= least);
+  if (unit) return `${Number((value / (unit[1] === "k" ? 1e3 : unit[0])).toPrecision(3))} ${unit[1]}`;
+  return size !== 0 && size < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(4)));
 }

@@ -27,8 +27,9 @@ export function sparkline(values, { width = 96, height = 22 } = {}) {
   return `<svg width="${width}" height="${height}" viewBox="0 0 ${width} ${height}" aria-hidden="true"><polyline points="${points.join(" ")}" fill="none" stroke="currentColor" stroke-width="1.5"/></svg>`;
 }
 
-// The host as a row of its slots, in the order of the forward pass. A seed is a branch above its slot: as wide as its parameters are many,
-// filled up to its alpha, in the colour of its stage.
+// The host as a row of its slots, in the order of the forward pass. A seed that adds depth is a branch above its slot, as wide as its
+// parameters are many. A seed that adds width (kind "width") makes its module taller, by its share of the host's parameters. Both are filled
+// up to their alpha, in the colour of their stage.
 export function networkSvg(slots, hostParameters) {
   const step = 148;
   const width = Math.max(slots.length, 1) * step + 130;
@@ -39,30 +40,67 @@ export function networkSvg(slots, hostParameters) {
     const stage = STAGES[slot.stage] ?? STAGES.DORMANT;
     const title = `${slot.slot}: ${stage.word}${slot.blueprint ? `, ${slot.blueprint}, alpha ${Number(slot.alpha ?? 0).toFixed(2)}` : ""}`;
     parts.push(`<g class="slot" data-slot="${escape(slot.slot)}" tabindex="0" role="button" aria-label="${escape(title)}"><title>${escape(title)}</title>`);
+    const alpha = Math.min(Math.max(Number(slot.alpha ?? 0), 0), 1);
+    const isWide = slot.blueprint && slot.kind === "width";
+    if (isWide) parts.push(wideSeed(slot, alpha, x, base, stage, hostParameters));
     parts.push(`<rect x="${x}" y="${base - 16}" width="104" height="32" rx="6" class="module"/>`);
     parts.push(`<text x="${x + 52}" y="${base + 4}" class="name">${escape(short(slot.slot, 15))}</text>`);
-    if (slot.blueprint) {
+    if (slot.blueprint && !isWide) {
       const share = Math.min((slot.parameters ?? 0) / Math.max(hostParameters ?? 1, 1), 1.5);
       const size = 46 + Math.round(58 * Math.min(share, 1));
       const left = x + 52 - size / 2;
-      const alpha = Math.min(Math.max(slot.alpha ?? 0, 0), 1);
       parts.push(`<path d="M ${x - 14} ${base} C ${x - 14} ${base - 70}, ${left - 6} ${base - 84}, ${left} ${base - 84}" class="branch" stroke="${stage.color}"/>`);
       parts.push(`<path d="M ${left + size} ${base - 84} C ${left + size + 6} ${base - 84}, ${x + 118} ${base - 70}, ${x + 118} ${base}" class="branch" stroke="${stage.color}"/>`);
       parts.push(`<rect x="${left}" y="${base - 104}" width="${size}" height="40" rx="6" class="seed" stroke="${stage.color}"/>`);
       parts.push(`<rect x="${left}" y="${base - 64 - 40 * alpha}" width="${size}" height="${40 * alpha}" rx="6" fill="${stage.color}" opacity="0.35"/>`);
       parts.push(`<text x="${x + 52}" y="${base - 80}" class="name">${escape(short(slot.blueprint, 14))}</text>`);
+    }
+    if (slot.blueprint) {
       parts.push(`<text x="${x + 52}" y="${base - 114}" class="note" style="fill: ${stage.color}">${escape(stage.word)} · α ${alpha.toFixed(2)}</text>`);
       if (slot.gain !== null && slot.gain !== undefined) {
         const [gain, low, high] = [slot.gain, slot.gain_low, slot.gain_high].map((value) => Number(value).toPrecision(2));
         parts.push(`<text x="${x + 52}" y="${base - 130}" class="note">${gain} [${low}, ${high}]</text>`);
       }
-      parts.push(`<text x="${x + 52}" y="${base + 34}" class="note">age ${slot.age ?? 0} · ${(slot.parameters ?? 0).toLocaleString("en")} weights</text>`);
+      parts.push(`<text x="${x + 52}" y="${base + 34}" class="note">age ${Number(slot.age ?? 0)} · ${Number(slot.parameters ?? 0).toLocaleString("en")} weights</text>`);
     } else if (slot.stage !== "DORMANT") {
       parts.push(`<text x="${x + 52}" y="${base - 26}" class="note" style="fill: ${stage.color}">${escape(stage.word)}</text>`);
     }
     parts.push("</g>");
   });
   return `<svg class="network" viewBox="0 0 ${width} ${base + 50}" width="${width}" height="${base + 50}" role="img" aria-label="the network with its slots">${parts.join("")}</svg>`;
+}
+
+// The part that a seed of kind "width" adds to its module: a strip above it, filled up to its alpha.
+function wideSeed(slot, alpha, x, base, stage, hostParameters) {
+  const share = Math.min((slot.parameters ?? 0) / Math.max(hostParameters ?? 1, 1), 1);
+  const height = 26 + Math.round(60 * share);
+  const top = base - 12 - height;
+  return (
+    `<rect x="${x}" y="${top}" width="104" height="${height}" rx="6" class="seed" stroke="${stage.color}" data-kind="width"/>` +
+    `<rect x="${x}" y="${top + height * (1 - alpha)}" width="104" height="${height * alpha}" rx="6" fill="${stage.color}" opacity="0.35"/>` +
+    `<text x="${x + 52}" y="${top + 15}" class="name">${escape(short(slot.blueprint, 14))}</text>`
+  );
+}
+
+// The life of one host, small: its validation losses beside those of its twin, and the moments when seeds grew, were kept or were pruned.
+export function lifeSvg(life, { width = 150, height = 56 } = {}) {
+  const own = life.val_losses;
+  const twin = life.twin_losses;
+  const values = [...own, ...twin].filter((value) => value !== null);
+  if (values.length < 2) return "";
+  const low = Math.min(...values);
+  const span = Math.max(...values) - low || 1;
+  const x = (epoch) => (epoch / Math.max(own.length, twin.length)) * (width - 4) + 2;
+  const y = (value) => height - 6 - ((value - low) / span) * (height - 12);
+  const curve = (losses) => losses.map((value, index) => (value === null ? "" : `${x(index + 1).toFixed(1)},${y(value).toFixed(1)}`)).join(" ");
+  const parts = [`<polyline points="${curve(twin)}" class="twin"/>`, `<polyline points="${curve(own)}" class="own"/>`];
+  for (const seed of life.seeds) {
+    for (const entry of seed.stages) {
+      if (!["GERMINATED", "FOSSILIZED", "PRUNED"].includes(entry.stage)) continue;
+      parts.push(`<circle cx="${x(entry.epoch).toFixed(1)}" cy="4" r="3" fill="${STAGES[entry.stage].color}"/>`);
+    }
+  }
+  return `<svg width="${width}" height="${height}" viewBox="0 0 ${width} ${height}" aria-hidden="true">${parts.join("")}</svg>`;
 }
 
 // One bar per seed from its birth to its end, in the colours of its stages.
