@@ -244,17 +244,15 @@ def seeds_of(run: Run) -> list[SeedLife]:
     """Return the seeds of a growth run in the order in which they germinated."""
     from esper.dashboard.data import growth_story
 
-    story = growth_story(run)
-    rollbacks = {event["epoch"]: event["reason"] for event in story["rollbacks"]}
     found = []
-    for seed in story["seeds"]:
-        stages, reasons = [step["stage"] for step in seed["stages"]], [step["reason"] for step in seed["stages"]]
-        # The reason for withdrawing a seed is given when alpha begins to fall, not when the seed is removed at last.
-        is_withdrawn = stages[-3:] == ["HOLDING", "BLENDING", "PRUNED"]
-        why = rollbacks.get(seed["ended"], "") if seed["outcome"] == "rolled back" else reasons[-2 if is_withdrawn else -1]
+    for seed in growth_story(run)["seeds"]:
         measured = seed["contributions"][-1] if seed["contributions"] else {}
         known = {name: seed[name] for name in ("number", "slot", "blueprint", "born", "ended", "outcome")}
-        found.append(SeedLife(**known, stage=stages[-1], cost_of_removal=measured.get("gain"), rent=measured.get("rent"), why=why))
+        found.append(
+            SeedLife(
+                **known, stage=seed["stages"][-1]["stage"], cost_of_removal=measured.get("gain"), rent=measured.get("rent"), why=seed["why"]
+            )
+        )
     return found
 
 

@@ -164,7 +164,7 @@ const template = `
         <header><h3>ledger</h3></header>
         <div class="scroll"><table><thead><tr><th>seed</th><th>slot</th><th>blueprint</th><th>born</th><th>outcome</th><th class="number">weights</th><th class="number">costs if removed</th><th class="number">rent</th><th>reason</th></tr></thead>
         <tbody><tr v-for="row in growth.seeds" :key="row.number" :data-ledger="row.number"><td>{{ row.number }}</td><td>{{ row.slot }}</td><td>{{ row.blueprint }}</td><td>{{ row.born }}</td><td>{{ row.outcome }}</td><td class="number">{{ format(row.parameters) }}</td>
-          <td class="number">{{ row.contributions.length ? interval(row.contributions.at(-1).gain, row.contributions.at(-1).gain_low, row.contributions.at(-1).gain_high) : '–' }}</td><td class="number">{{ format(row.rent) }}</td><td>{{ row.stages.at(-1)?.reason }}</td></tr></tbody></table></div>
+          <td class="number">{{ row.contributions.length ? interval(row.contributions.at(-1).gain, row.contributions.at(-1).gain_low, row.contributions.at(-1).gain_high) : '–' }}</td><td class="number">{{ format(row.rent) }}</td><td>{{ row.why }}</td></tr></tbody></table></div>
       </section>
 
       <section v-if="probe" class="card">

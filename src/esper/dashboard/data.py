@@ -399,7 +399,15 @@ def seeds_of(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                     if last is not None and last["outcome"] != "kept":
                         _end_by_rollback(last, event["epoch"], rollback)
                         current.pop(slot, None)
+    for seed in seeds:
+        seed["why"] = _why(seed["stages"])
     return seeds
+
+
+def _why(stages: list[dict[str, Any]]) -> str:
+    """Return the reason for the present stage of a seed. That of a withdrawn seed is given when alpha begins to fall, not at the end."""
+    is_withdrawn = [entry["stage"] for entry in stages[-3:]] == ["HOLDING", "BLENDING", "PRUNED"]
+    return str(stages[-2 if is_withdrawn else -1]["reason"]) if stages else ""
 
 
 def _end_by_rollback(seed: dict[str, Any], epoch: int, rollback: str) -> None:

@@ -60,6 +60,7 @@ class _Group:
         self.blocks: list[tuple[tuple[str, ...], np.ndarray]] = []  # names [k], rows [n, 2 + k]
         self._names: tuple[str, ...] = ()
         self._rows: list[tuple[Any, ...]] = []  # not in a block yet
+        self._computed: dict[str, Series] = {}  # series that were asked for since the last block
 
     def add_all(self, names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
         if names != self._names or len(self._rows) >= ROWS:
@@ -68,10 +69,13 @@ class _Group:
         self._rows += rows
 
     def close(self) -> None:
-        """Turn the rows so far into a block."""
+        """Turn the rows so far into a block. Small blocks before it become a part of it, so that a live run does not have thousands."""
         if self._rows:
-            self.blocks.append((self._names, _as_array(self._rows)))
-            self._rows = []
+            block, self._rows = _as_array(self._rows), []
+            while self.blocks and self.blocks[-1][0] == self._names and len(self.blocks[-1][1]) <= min(2 * len(block), ROWS):
+                block = np.concatenate((self.blocks.pop()[1], block))
+            self.blocks.append((self._names, block))
+            self._computed = {}
 
     def names(self) -> list[str]:
         self.close()
@@ -79,10 +83,12 @@ class _Group:
 
     def series(self, name: str) -> Series:
         self.close()
-        parts = [rows[:, (0, 1, 2 + names.index(name))] for names, rows in self.blocks if name in names]
-        table = np.concatenate(parts) if parts else np.empty((0, 3))
-        table = table[~np.isnan(table[:, 2])]
-        return Series(np.nan_to_num(table[:, 0], nan=-1).astype(np.int64), table[:, 1], table[:, 2])
+        if name not in self._computed:
+            parts = [rows[:, (0, 1, 2 + names.index(name))] for names, rows in self.blocks if name in names]
+            table = np.concatenate(parts) if parts else np.empty((0, 3))
+            table = table[~np.isnan(table[:, 2])]
+            self._computed[name] = Series(np.nan_to_num(table[:, 0], nan=-1).astype(np.int64), table[:, 1], table[:, 2])
+        return self._computed[name]
 
 
 class EventIndex:
