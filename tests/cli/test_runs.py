@@ -122,7 +122,7 @@ def test_show_tells_the_outcome_of_every_seed(tmp_path: Path, capsys: pytest.Cap
     assert seeds == [
         ("a", "kept", 3, "it pays"),
         ("b", "pruned", 5, "does not pay"),
-        ("c", "rolled back", 6, "loss exploded"),
+        ("c", "rolled back", 6, "the governor went back to epoch 5: loss exploded"),
         ("b", "living", None, "again"),
     ]
     assert "1 a conv3x3 1–3 kept 0.2500 0.0500" in shown(["runs", "show", "run"], capsys)

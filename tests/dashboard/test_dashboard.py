@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -9,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -22,10 +22,19 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import esper
+from esper.cli.main import main
+from esper.config import save
+from esper.controller.config import ControllerConfig, DomainConfig
+from esper.controller.training import train_controller
 from esper.dashboard.data import POINTS, Watcher, name_in_address
+from esper.experiment.config import GrowTaskConfig
+from esper.fleet.config import FleetConfig
+from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.growth.controllers.baselines import Planned
+from esper.growth.events import EpochEnded, GrowthStarted, PassedOver, Probed, RolledBack, SlotView, StageEntered
 from esper.rl import PPOConfig, TrainConfig, train_run
-from esper.runs.folder import EVENTS
+from esper.runs import EventLog
+from esper.runs.folder import CONFIG, EVENTS, GROW
 from tests.dashboard.chromium import Page, skip_without_a_browser, start_chromium
 
 pytestmark = pytest.mark.slow
@@ -38,6 +47,7 @@ from esper.dashboard.watch import serve_runs
 serve_runs(Path(sys.argv[1]), show=False, announce=lambda address: print(address, "torch" in sys.modules, flush=True))
 """
 EPOCHS = 12
+HOSTS = 4
 NASTY = ":x<b>"  # a name that must be a name only: of a metric, and of a run
 
 
@@ -52,10 +62,48 @@ def data(count: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long()) for x in inputs]
 
 
+def controller_config() -> ControllerConfig:
+    return ControllerConfig(
+        hosts=HOSTS,
+        rounds=2,
+        checkpoint_every=2,
+        domain=DomainConfig(tasks=("digits",), hosts=("2-3-4",), held_out_hosts=(), fleets=1, hosts_per_twin=2, horizon=(3, 3)),
+        fleet=FleetConfig(batch_size=16, steps_per_decision=2, validation_samples=50, validation_batch=25),
+        growth=GrowthConfig(
+            blueprints=("norm", "conv3x3"), lifecycle=LifecycleConfig(holding_epochs=1, embargo_epochs=1, withdraw_epochs=1)
+        ),
+        ppo=PPOConfig(num_steps=8, num_epochs=1, num_minibatches=1, gamma=1.0, normalize_observations=False, time_limit_is_end=True),
+    )
+
+
+def write_rolled_back(folder: Path) -> None:
+    """Write a growth run whose governor went back once and took a seed with it, and whose probe passed candidates over."""
+    config = GrowTaskConfig(task="digits", epochs=4)
+    folder.mkdir()
+    save(config, folder / GROW)
+    save(config, folder / CONFIG)
+    size: dict[str, Any] = {"parameters": 1000, "flops": 5000}
+    view = {"health": None, "gain": None, "gain_low": None, "gain_high": None, "rent": 0.01}
+    slots = [SlotView(slot="conv1", stage="HOLDING", blueprint="norm", alpha=1.0, age=1, parameters=50, **view)]
+    empty = [SlotView(slot="conv1", stage="EMBARGOED", blueprint=None, alpha=0.0, age=0, parameters=0, **view)]
+    with EventLog(folder / EVENTS, run=folder.name) as log:
+        log.emit(GrowthStarted(epoch=0, epochs=4, controller="heuristic", raise_mode="joint", slots=["conv1"], **size))
+        log.emit(Probed(epoch=1, promises={"conv1": {"norm": 0.02, "conv3x3": 0.01}}))
+        log.emit(PassedOver(epoch=1, reasons={"conv1": {"conv3x3": "norm promises more in this slot"}}))
+        log.emit(StageEntered(epoch=1, slot="conv1", blueprint="norm", stage="GERMINATED", reason="promising"))
+        for epoch, views in ((1, slots), (2, slots)):
+            log.emit(EpochEnded(epoch=epoch, train_loss=1.0, val_loss=1.0, learning_rate=0.1, decision="", slots=views, **size))
+        log.emit(RolledBack(epoch=3, to_epoch=1, reason="the loss is nan", embargoed=["conv1"], steps_lost=37, seconds_lost=2.5))
+        log.emit(EpochEnded(epoch=3, train_loss=1.0, val_loss=1.0, learning_rate=0.1, decision="", slots=empty, **size))
+    os.utime(folder / EVENTS, (1e9, 1e9))
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of two kinds, one that was killed, one with names made to do harm, and one with many events."""
+    """Runs of three kinds, one that was killed, one that went back, one with names made to do harm, and one with many events."""
     root = tmp_path_factory.mktemp("runs")
+    write_rolled_back(root / "rolled-back")
+    train_controller(controller_config(), root / "controller")
     plan = Planned([(2, "1", "mlp"), (3, "3", "norm")])
     esper.grow(model(), data(), data(3), loss_fn=cross_entropy, epochs=EPOCHS, controller=plan, run=root / "grown", progress=False)
     for seed in (0, 1):
@@ -73,7 +121,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.writelines(json.dumps({**event, "step": step, NASTY: 1.0}, separators=(",", ":")) + "\n" for step in range(600, 640))
     many = Path(shutil.copytree(root / "cue-1", root / "many"))
     with (many / EVENTS).open("a") as file:
-        for step in range(1000, 31_000):
+        for step in range(1000, 6000):
             file.write(update.replace('"step":64', f'"step":{step}').replace('"step":16', f'"step":{step}') + "\n")
     return root
 
@@ -108,7 +156,7 @@ def test_series_are_sent_once_then_only_what_is_new_and_never_too_many(runs: Pat
     first = watcher.series(name, [label], {}, None)
     part = first["series"][label]
     by_hand = [event["value_loss"] for event in lines_of(folder) if event["kind"] == "update"]
-    assert part["total"] == len(by_hand) > 30_000
+    assert part["total"] == len(by_hand) > 2 * POINTS
     assert len(part["values"]) <= POINTS
     assert (min(part["values"]), max(part["values"])) == (min(by_hand), max(by_hand))
     with (folder / EVENTS).open("a") as file:
@@ -141,16 +189,124 @@ def test_no_run_is_changed_by_looking_at_it(runs: Path, tmp_path: Path) -> None:
     assert state() == before
 
 
+def test_a_page_is_sent_again_only_if_something_has_changed(runs: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(runs / "cue-0", tmp_path / "runs" / "cue"))
+    watcher, name = Watcher(tmp_path / "runs", cache=tmp_path / "cache"), name_in_address(folder)
+    page = watcher.page(name)
+    assert page is not None
+    assert watcher.page(name, page["mark"]) == {"mark": page["mark"]}
+    with (folder / EVENTS).open("a") as file:
+        file.write(json.dumps({**lines_of(folder)[-1], "kind": "anomaly"}, separators=(",", ":")) + "\n")
+    changed = watcher.page(name, page["mark"])
+    assert changed is not None
+    assert changed["problems"][0]["kind"] == "anomaly"
+    shutil.rmtree(folder)
+    watcher._searched = -math.inf
+    watcher.refresh()
+    assert watcher.page(name, page["mark"]) is None
+
+
+def test_a_rollback_has_a_cost_and_its_seeds_have_its_reason(runs: Path, tmp_path: Path) -> None:
+    page = Watcher(runs, cache=tmp_path).page(name_in_address(runs / "rolled-back"))
+    assert page is not None
+    growth = page["growth"]
+    assert (growth["rollbacks"][0]["steps_lost"], growth["rollbacks"][0]["seconds_lost"]) == (37, 2.5)
+    assert [(seed["outcome"], seed["ended"], seed["why"]) for seed in growth["seeds"]] == [
+        ("rolled back", 3, "the governor went back to epoch 1: the loss is nan")
+    ]
+    assert growth["probes"][0]["reasons"] == {"conv1": {"conv3x3": "norm promises more in this slot"}}
+
+
+def test_the_page_of_a_controller_equals_a_plain_loop_over_its_hosts(runs: Path, tmp_path: Path) -> None:
+    watcher, name = Watcher(runs, cache=tmp_path), name_in_address(runs / "controller")
+    page = watcher.page(name)
+    assert page is not None
+    hosts = [event for event in lines_of(runs / "controller") if event["kind"] == "host_ended"]
+    controller = page["controller"]
+    assert controller["rounds"] == sorted({host["round"] for host in hosts})
+    for line in controller["utility"]["rent"]:
+        for number, mean in zip(line["steps"], line["values"], strict=True):
+            own = [host for host in hosts if host["round"] == number and host["rent_level"] == line["label"]]
+            by_twin = [[host["utility"] for host in own if host["seed"] == seed] for seed in {host["seed"] for host in own}]
+            assert mean == pytest.approx(sum(sum(group) / len(group) for group in by_twin) / len(by_twin))
+    assert sum(row["hosts"] for row in controller["cells"]) == len(hosts)
+    lives = watcher.hosts(name, controller["rounds"][-1])
+    assert [life["env"] for life in lives] == list(range(HOSTS))
+    entered = [event for event in lines_of(runs / "controller") if event["kind"] == "stage_entered" and event["stage"] == "GERMINATED"]
+    every = [life for number in controller["rounds"] for life in watcher.hosts(name, number)]
+    began = min(event["time"] for event in entered if event["env"] == 0)
+    assert sum(len(life["seeds"]) for life in every) == sum(host["grown"] for host in hosts) > 0
+    assert every[0]["seeds"] == [] or every[0]["seeds"][0]["stages"][0]["stage"] == "GERMINATED"
+    assert began <= max(host["time"] for host in hosts)
+    told = [event for event in lines_of(runs / "controller") if event["kind"] == "calibration"]
+    assert sum(point["steps"] for point in page["calibration"]["points"]) == sum(sum(event["steps"]) for event in told) > 0
+
+
+@pytest.mark.parametrize("name", ["grown", "controller", "cue-0"])
+def test_samples_and_flops_so_far_are_sums_over_the_lines(runs: Path, tmp_path: Path, name: str) -> None:
+    watcher = Watcher(runs, cache=tmp_path)
+    found = watcher.series(name_in_address(runs / name), ["@samples", "@gflops"], {}, None)["series"]
+    events = lines_of(runs / name)
+    if name == "grown":
+        ended = [event for event in events if event["kind"] == "epoch_ended"]
+        samples, flops = sum(event["samples_per_second"] * event["seconds"] for event in ended), ended[-1]["total_gflops"]
+        assert samples == pytest.approx(EPOCHS * 6 * 16)
+    elif name == "controller":
+        rounds = [event for event in events if event["kind"] == "round_ended"]
+        samples, flops = sum(event["samples"] for event in rounds), sum(event["gflops"] for event in rounds)
+    else:
+        weights = next(event["parameters"] for event in events if event["kind"] == "run_started")
+        samples = max(event["step"] for event in events if event["kind"] == "update")
+        flops = samples * weights * (2 + 6 * PPOConfig().num_epochs) / 1e9
+    assert found["@samples"]["values"][-1] == pytest.approx(samples)
+    assert found["@gflops"]["values"][-1] == pytest.approx(flops)
+
+
+def test_runs_that_differ_only_in_their_seed_are_known_to_each_other(runs: Path, tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    for name in ("cue-0", "cue-1", "grown"):
+        shutil.copytree(runs / name, root / name)
+    watcher = Watcher(root, cache=tmp_path / "cache")
+    pages = {name: watcher.page(name_in_address(root / name)) for name in ("cue-0", "cue-1", "grown")}
+    seeds = {name: [(run["name"], run["seed"]) for run in page["seeds"]] for name, page in pages.items() if page is not None}
+    assert seeds == {"cue-0": [("cue-0", 0), ("cue-1", 1)], "cue-1": [("cue-0", 0), ("cue-1", 1)], "grown": []}
+
+
+@pytest.mark.parametrize("name", ["grown", "controller", "cue-0", "killed", "rolled-back"])
+def test_the_terminal_shows_what_the_page_shows(
+    runs: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["watch", str(runs / name), "--terminal"]) == 0
+    shown = capsys.readouterr().out
+    words = {
+        "grown": ["mlp", "norm", "training loss", "samples per second", "cpu_cores"],
+        "controller": ["rent", "chose to wait", "digits · 2-3-4", "the critic predicts", "conv3x3", "explained variance"],
+        "cue-0": ["explained variance", "entropy of action", "KL divergence", "memory_bytes"],
+        "killed": ["dead", "--resume"],
+        "rolled-back": ["went back to epoch 1 and lost 37 steps", "norm promises more in this slot", "rolled back"],
+    }[name]
+    assert [word for word in words if word not in shown] == [], shown
+
+
 # The server
 
 
 @pytest.fixture(scope="module")
 def address(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a dashboard; its process must end by itself when it is interrupted."""
+    """The address of a dashboard of all runs."""
     skip_without_a_browser()
+    with serving(runs, tmp_path_factory.mktemp("cache")) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def serving(root: Path, cache: Path) -> Iterator[str]:
+    """Serve a dashboard; its process must end by itself when it is interrupted."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    environment["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
-    with subprocess.Popen([sys.executable, "-c", SERVE, str(runs)], stdout=subprocess.PIPE, text=True, env=environment) as server:
+    environment["XDG_CACHE_HOME"] = str(cache)
+    with subprocess.Popen([sys.executable, "-c", SERVE, str(root)], stdout=subprocess.PIPE, text=True, env=environment) as server:
         assert server.stdout is not None
         try:
             found, has_torch = server.stdout.readline().split()
@@ -250,7 +406,7 @@ def test_the_table_shows_all_runs_with_their_state(page: Page, address: str, run
     assert set(rows) == {folder.name for folder in runs.iterdir()}
     assert (rows["grown"], rows["killed"], rows["cue-0"]) == ("finished", "dead", "finished")
     page.driver.execute_script("document.querySelector('input[type=search]').focus()")
-    page.press("dead")
+    page.press("dead killed")
     page.wait(lambda: len(page.texts("[data-run]")) == 1, "the filter does not filter")
     keep(page, "runs")
 
@@ -271,22 +427,187 @@ def test_figures_of_the_growth_page_equal_a_plain_loop_over_the_lines(page: Page
     keep(page, "growth")
 
 
-def test_curves_move_while_a_run_trains(page: Page, address: str, runs: Path) -> None:
-    folder = Path(shutil.copytree(runs / "cue-0", runs / "live"))
-    lines = [line for line in (folder / EVENTS).read_text().splitlines() if '"run_ended"' not in line]
-    (folder / EVENTS).write_text("\n".join(lines) + "\n")
+def test_figures_of_the_learners_page_equal_a_plain_loop_over_the_lines(page: Page, address: str, runs: Path) -> None:
+    show(page, address, f"/runs/{name_in_address(runs / 'cue-0')}", ".lights")
+    updates = [event for event in lines_of(runs / "cue-0") if event["kind"] == "update"]
+    lights = dict(zip(page.texts(".lights b"), page.texts(".lights .number"), strict=True))
+    for name, field in (("KL divergence", "total_kl"), ("explained variance", "explained_variance"), ("gradient norm", "grad_norm")):
+        assert math.isclose(number(lights[name]), sum(event[field] for event in updates[-10:]) / len(updates[-10:]), rel_tol=2e-3), name
+    wait_for_chart(page, "losses", f"value_loss {shown_number(updates[-1]['value_loss'])}")
+    # The system, in the units of the page.
+    page.wait(lambda: page.text("[data-system='resources/memory_bytes']") != "", "there are no figures of the system")
+    assert math.isclose(number(page.text("[data-system='steps_per_second']")), updates[-1]["steps_per_second"], rel_tol=1e-2)
+    assert math.isclose(number(page.text("[data-system='env_seconds']")), updates[-1]["env_seconds"], rel_tol=0.1)
+    memory = updates[-1]["resources"]["memory_bytes"] / 2**20
+    assert math.isclose(number(page.text("[data-system='resources/memory_bytes']")), memory, rel_tol=1e-2)
+    keep(page, "ppo")
+
+
+def test_figures_of_the_controllers_page_equal_a_plain_loop_and_a_host_opens(page: Page, address: str, runs: Path) -> None:
+    show(page, address, f"/runs/{name_in_address(runs / 'controller')}", "[data-host]")
+    events = lines_of(runs / "controller")
+    rounds = [event for event in events if event["kind"] == "round_ended"]
+    hosts = [event for event in events if event["kind"] == "host_ended"]
+    assert math.isclose(number(page.text("[data-last]")), rounds[-1]["utility"], rel_tol=1e-3)
+    assert math.isclose(number(page.text("[data-best]")), max(event["utility"] for event in rounds), rel_tol=1e-3)
+    assert number(page.text("[data-cell] td:nth-child(2)")) == len(hosts)
+    wait_for_chart(page, "decisions by kind", f"wait {rounds[-1]['decisions']['wait']} at {len(rounds)}")
+    last = [host for host in hosts if host["round"] == rounds[-1]["round"]]
+    assert [float(text) for text in page.texts("[data-host] b")] == pytest.approx([host["utility"] for host in last], rel=0.06)
+    grown = next(place for place, host in enumerate(last) if host["grown"])
+    page.driver.execute_script("document.querySelectorAll('[data-host]')[arguments[0]].click()", grown)
+    page.wait(lambda: f"host {last[grown]['env']}: digits, 2-3-4" in page.text("[data-life]"), "the host does not open")
+    assert page.text("[data-life]").count("germinated") == last[grown]["grown"]
+    keep(page, "controller")
+
+
+def test_a_rollback_and_the_reason_of_a_rejected_candidate_are_on_the_page(page: Page, address: str, runs: Path) -> None:
+    show(page, address, f"/runs/{name_in_address(runs / 'rolled-back')}", "[data-rollback]")
+    assert "went back to the state of epoch 1 and lost 37 steps and 2.5 s: the loss is nan" in page.text("[data-rollback]")
+    assert page.texts("[data-candidate] td:last-child") == ["grows", "passed over: norm promises more in this slot"]
+    assert page.texts("[data-ledger] td:nth-child(5)") == ["rolled back"]
+    assert "the governor went back to epoch 1: the loss is nan" in page.text("[data-ledger]")
+    assert page.text(".state") == "dead"
+
+
+def shown_number(value: float) -> str:
+    """Return a number as the page writes it: four significant digits."""
+    short = float(f"{value:.4g}")
+    return f"{short:,.6f}".rstrip("0").rstrip(".") if 1e-3 <= abs(value) < 1e6 else f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e+")
+
+
+def charts(page: Page) -> dict[str, str]:
+    """Return the charts of a page in words, by title."""
+    words = "[chart.dataset.chart, chart.querySelector('.plot').ariaLabel]"
+    found = page.driver.execute_script(f"return [...document.querySelectorAll('[data-chart]')].map((chart) => {words})")
+    return {str(title): str(words) for title, words in found}
+
+
+def wait_for_chart(page: Page, title: str, words: str) -> None:
+    page.wait(lambda: words in charts(page).get(title, ""), f"the chart {title!r} does not say {words!r} but {charts(page).get(title)!r}")
+
+
+def choose(page: Page, label: str, value: object) -> None:
+    """Set a control of the page as a user does."""
+    script = """
+        const control = document.querySelector(`[aria-label="${arguments[0]}"]`);
+        if (control.type === "checkbox") { if (control.checked !== arguments[1]) control.click(); return; }
+        control.value = arguments[1];
+        control.dispatchEvent(new Event(control.type === "range" ? "input" : "change", {bubbles: true}));
+    """
+    page.driver.execute_script(script, label, value)
+
+
+@pytest.mark.parametrize("name", ["grown", "controller"])
+def test_every_chart_has_all_axes_smoothing_and_a_logarithmic_scale(page: Page, address: str, runs: Path, name: str) -> None:
+    show(page, address, f"/runs/{name_in_address(runs / name)}", "[data-chart]")
+    page.wait(lambda: all(" at " in words for words in charts(page).values()), f"some charts stay empty: {charts(page)}")
+    before = charts(page)
+    others = {"gain against parameters", "calibration of the critic"}  # their axes are no progress
+    for axis, words in (("time", "by hours"), ("samples", "by samples"), ("flops", "by GFLOPs"), ("step", " by ")):
+        choose(page, "axis", axis)
+        page.wait(
+            lambda words=words: all(words in said and " at " in said for title, said in charts(page).items() if title not in others),
+            f"not all charts have the axis {axis}",
+        )
+    assert charts(page) == before
+    choose(page, "smoothing", 0.9)
+    page.wait(lambda: charts(page) != before, "smoothing changes nothing")
+    choose(page, "smoothing", 0)
+    for button in page.driver.find_elements("css selector", "[data-chart] header button"):
+        page.driver.execute_script("arguments[0].click()", button)
+    page.wait(lambda: all(", logarithmic" in words for words in charts(page).values()), "not all charts have a logarithmic axis")
+
+
+def test_runs_of_one_setting_are_grouped_by_seed_with_an_interval(page: Page, address: str, runs: Path, tmp_path: Path) -> None:
+    show(page, address, f"/compare/{','.join(name_in_address(runs / f'cue-{seed}') for seed in (0, 1))}", "[data-chart]")
+    last = [[event for event in lines_of(runs / f"cue-{seed}") if event["kind"] == "update"][-1]["value_loss"] for seed in (0, 1)]
+    wait_for_chart(page, "update/value_loss", f"cue-1 {shown_number(last[1])}")
+    choose(page, "group by seed", True)
+    wait_for_chart(page, "update/value_loss", f"cue-0, 2 seeds {shown_number(sum(last) / 2)}")
+    half = 12.71 * abs(last[0] - last[1]) / 2
+    ends = charts(page)["update/value_loss"].split("[")[1].rstrip("]").split(", ")
+    assert [number(end) for end in ends] == pytest.approx([sum(last) / 2 - half, sum(last) / 2 + half], rel=1e-2)
+    choose(page, "group by seed", False)
+
+
+def test_curves_move_while_a_run_trains_until_it_has_finished(page: Page, address: str, runs: Path) -> None:
+    """Start a real run, open its page when it appears in the table, and follow it to its end."""
+    train = (
+        "from esper.rl import PPOConfig, TrainConfig, train_run; import sys, time;"
+        "config = TrainConfig(env='cue', num_envs=4, total_steps=64 * 12, eval_episodes=0, ppo=PPOConfig(num_steps=16));"
+        "train_run(config, sys.argv[1], callback=lambda ppo, update: time.sleep(0.4))"
+    )
+    page.driver.get(f"{address}#/")
+    with subprocess.Popen([sys.executable, "-c", train, str(runs / "live")]) as training:
+        try:
+            row = "[data-run='live']"
+            page.wait(lambda: "running" in page.text(f"{row} .state"), "the run is not listed")
+            assert page.text("[data-run] td:nth-child(2)") == "live", "live runs are on top"
+            page.driver.execute_script("document.querySelector(arguments[0]).click()", row)
+            page.wait(lambda: "value_loss" in charts(page).get("losses", ""), "there is no curve")
+            first = charts(page)["losses"]
+            page.wait(lambda: charts(page)["losses"] != first, "the curve does not move")
+            keep(page, "live")
+            page.wait(lambda: page.text(".state") == "finished", "the end is not seen")
+            last = [event for event in lines_of(runs / "live") if event["kind"] == "update"][-1]
+            wait_for_chart(page, "losses", f"value_loss {shown_number(last['value_loss'])} at {last['step']}")
+            shutil.rmtree(runs / "live")
+            page.wait(lambda: "was moved or removed" in page.text("main"), "the page does not say that the folder is gone")
+            assert "value_loss" in charts(page)["losses"], "the last figures stay"
+            keep(page, "gone")
+        finally:
+            training.wait(timeout=60)
+            shutil.rmtree(runs / "live", ignore_errors=True)
+            page.errors()  # the browser reports the answer 404 as an error
+
+
+def test_a_run_of_a_million_events_opens_with_progress(page: Page, address: str, runs: Path) -> None:
+    folder = Path(shutil.copytree(runs / "cue-1", runs / "million"))
     try:
-        page.driver.get("about:blank")
-        time.sleep(2.5)  # until the server looks for new folders again
-        show(page, address, f"/runs/{name_in_address(folder)}", "[data-progress]")
-        update = json.loads(next(line for line in reversed(lines) if '"update"' in line))
-        page.wait(lambda: bool(page.texts("[data-chart='losses']")), "there is no chart")
-        before = page.picture()
+        update = next(event for event in lines_of(folder) if event["kind"] == "update")
+        small = {name: update[name] for name in ("kind", "time", "run", "rank", "env", "step", "update", "value_loss", "gradient_steps")}
+        head, tail = json.dumps({**small, "step": 123456}, separators=(",", ":")).split("123456")
         with (folder / EVENTS).open("a") as file:
-            file.write(json.dumps({**update, "step": 5000, "value_loss": 50.0, "time": time.time()}, separators=(",", ":")) + "\n")
-        page.wait(lambda: (page.picture() != before).any(), "the curve does not move")
+            for start in range(1000, 1_001_000, 10_000):
+                file.write("".join(f"{head}{step}{tail}\n" for step in range(start, start + 10_000)))
+        page.driver.get("about:blank")
+        page.driver.get(f"{address}#/runs/{name_in_address(folder)}")
+        page.wait(
+            lambda: page.text("progress") != "" or bool(page.driver.find_elements("css selector", "progress, [data-last]")), "nothing"
+        )
+        wait_for_chart(page, "losses", f"value_loss {shown_number(small['value_loss'])} at {shown_number(1_000_999)}")
+        keep(page, "million")
     finally:
+        page.driver.get("about:blank")  # before the page sees that the run is gone
         shutil.rmtree(folder)
+
+
+def test_empty_places_and_broken_logs_say_what_to_do(page: Page, runs: Path, tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    root.mkdir()
+    with serving(root, tmp_path / "cache") as own:
+        show(page, own, "/", ".empty")
+        assert "esper grow --task digits" in page.text(".empty")
+        keep(page, "no-runs")
+        # A run without events, and one with a damaged line.
+        (root / "begun").mkdir()
+        shutil.copy(runs / "cue-0" / CONFIG, root / "begun" / CONFIG)
+        broken = Path(shutil.copytree(runs / "cue-0", root / "broken"))
+        with (broken / EVENTS).open("a") as file:
+            file.write('{"kind":"update","time":\n')
+        page.wait(lambda: len(page.texts("[data-run]")) == 2, "the new runs do not appear")
+        show(page, own, f"/runs/{name_in_address(root / 'begun')}", "main .empty")
+        assert "written no events yet" in page.text("main")
+        show(page, own, f"/runs/{name_in_address(broken)}", ".warning")
+        assert "One line of its log is damaged" in page.text(".warning")
+        show(page, own, "/runs/0123456789ab", "main .empty a")
+        assert "no such run any more" in page.text("main")
+        show(page, own, "/", "[data-run]")
+    page.wait(lambda: "start it again" in page.text(".problem"), "the page does not say that the server has stopped")
+    keep(page, "stopped")
+    page.driver.get("about:blank")
+    page.errors()  # the browser reports connections that fail, and answers 404, as errors
 
 
 def test_two_runs_are_compared_with_the_settings_in_which_they_differ(page: Page, address: str, runs: Path) -> None:

@@ -69,9 +69,11 @@ class Watcher:
     def run(self, name: str) -> Run | None:
         """Return the run of this name in addresses, with its newest events; None if there is none (any more)."""
         with self._lock:
-            if name not in self._runs and time.monotonic() - self._searched >= SEARCH_EVERY_S:
-                self._search()
             run = self._runs.get(name)
+            is_gone = run is None or not run.folder.is_dir()
+            if is_gone and time.monotonic() - self._searched >= SEARCH_EVERY_S:
+                self._search()
+                run = self._runs.get(name)
             if run is not None:
                 run.refresh()
             return run

@@ -95,6 +95,8 @@ function bandSeries(line) {
 
 export class LineChart {
   constructor(element) {
+    this.element = element;
+    this.title = element.ariaLabel ?? "";
     this.chart = echarts.init(element, null, { renderer: "canvas" });
     this.observer = new ResizeObserver(() => this.chart.resize());
     this.observer.observe(element);
@@ -159,6 +161,9 @@ export class LineChart {
       },
       { notMerge: true },
     );
+    // The same in words, for people who hear the page.
+    const said = lines.map((line) => `${line.label} ${format(line.points.at(-1)[1])} at ${format(line.points.at(-1)[0])}${line.band?.length ? ` [${format(line.band.at(-1)[1])}, ${format(line.band.at(-1)[2])}]` : ""}`);
+    this.element.ariaLabel = [`${this.title} by ${xName}${isLog ? ", logarithmic" : ""}`, ...said].join("; ");
   }
 }
 
