@@ -19,12 +19,10 @@ if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver
 
 PATIENCE_S = 60.0  # everything is drawn by the processor, which others use too
+WEBGL = ("--use-angle=swiftshader", "--enable-unsafe-swiftshader", "--disable-gpu-sandbox")  # without a GPU
 FLAGS = (
     "--headless=new",
     "--no-sandbox",
-    "--use-angle=swiftshader",  # WebGL without a GPU
-    "--enable-unsafe-swiftshader",
-    "--disable-gpu-sandbox",
     "--disable-background-networking",
     "--no-first-run",
     "--force-device-scale-factor=1",
@@ -42,7 +40,8 @@ def skip_without_a_browser() -> None:
             pytest.skip(f"there is no {program} (Debian: apt-get install {package})")
 
 
-def start_chromium(profile: Path) -> WebDriver:
+def start_chromium(profile: Path, *, webgl: bool = True) -> WebDriver:
+    """Start the browser. Without `webgl` it draws as a browser on a machine without a GPU does, which takes less time."""
     from selenium.webdriver import Chrome, ChromeOptions
     from selenium.webdriver.chrome.service import Service
 
@@ -51,7 +50,7 @@ def start_chromium(profile: Path) -> WebDriver:
     assert driver is not None
     options = ChromeOptions()
     options.binary_location = chromium
-    for flag in (*FLAGS, f"--user-data-dir={profile}"):
+    for flag in (*FLAGS, *(WEBGL if webgl else ("--disable-gpu",)), f"--user-data-dir={profile}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     return Chrome(options=options, service=Service(driver))  # with its path given, selenium looks for no driver online

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from esper.files import printable
 HERE = Path(__file__).parent
 TITLE = "esper"
 MAX_REQUEST_BYTES = 2**20
+HOLD_S = 4.0  # a request for a page is answered after this time even if nothing has changed
+LOOK_EVERY_S = 0.1  # at the size of a log, while a request waits
 
 WITH_ECHARTS = ui.echart  # naming it is enough: NiceGUI then serves ECharts
 
@@ -29,6 +32,7 @@ class Dashboard(ui.element, component="dashboard.js", esm={"esper-watch": "watch
 def build_app(watcher: Watcher) -> FastAPI:
     """Return an application that shows the runs of a watcher. It answers to its own page alone, and changes no run."""
     app = FastAPI(title=TITLE, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.is_stopping = lambda: False  # the server replaces it; requests that wait must not delay its end
     app.add_middleware(OwnOriginOnly)
     # Refuse other host names: a page of another site could reach this one by a name that resolves to 127.0.0.1.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
@@ -43,6 +47,13 @@ def build_app(watcher: Watcher) -> FastAPI:
 
     @app.get("/api/runs/{name}")
     async def run(name: str, mark: str = "") -> Response:
+        # A browser that has the page already waits here until its log grows, so that a new event is shown at once.
+        if mark:
+            stamp, end = watcher.stamp(name), time.monotonic() + HOLD_S
+            while watcher.has_seen(name, mark, stamp) and watcher.stamp(name) == stamp and time.monotonic() < end:
+                if app.state.is_stopping():
+                    break
+                await asyncio.sleep(LOOK_EVERY_S)
         page = await asyncio.to_thread(watcher.page, name, mark)
         return _missing("such run") if page is None else _json(page)
 

@@ -1,8 +1,9 @@
-// The dashboard: a table of runs, a page for each run by its kind, and a comparison. Everything is asked for again every half second.
+// The dashboard: a table of runs, a page for each run by its kind, and a comparison. A page is asked for again as soon as it has come.
 
 import { AXES, CalibrationChart, GainChart, HostLives, PALETTE, SeriesChart, SeriesStore, STAGES, format, networkSvg, sparkline, timelineSvg } from "esper-watch";
 
 const EVERY_MS = 500;
+const SHORT_MS = 300;
 const OVERVIEW_MS = 2000;
 const STATES = { running: "running", finished: "finished", stopped: "stopped", dead: "dead", empty: "no events yet" };
 const GONE = "its folder is gone";
@@ -266,6 +267,11 @@ export default {
   }),
   created() {
     this.store = new SeriesStore();
+    this.store.onNeed = () => {
+      clearTimeout(this.need);
+      this.need = setTimeout(() => this.refreshSeries().catch(() => {}), 30);
+    };
+    this.stop = new AbortController();
     this.axes = AXES;
     this.gone = GONE;
     this.states = STATES;
@@ -288,6 +294,8 @@ export default {
     removeEventListener("hashchange", this.onHash);
     removeEventListener("keydown", this.onKey);
     clearTimeout(this.timer);
+    clearTimeout(this.need);
+    this.stop.abort();
   },
   computed: {
     shownRuns() {
@@ -377,9 +385,10 @@ export default {
         if (!document.hidden || !this.isLoaded) await this.refresh();
         this.problem = "";
       } catch (error) {
-        this.problem = error.message === GONE ? GONE : error instanceof TypeError ? "esper watch does not answer; start it again, and this page goes on" : `esper watch reports: ${error.message}`;
+        if (error.name !== "AbortError") this.problem = error.message === GONE ? GONE : error instanceof TypeError ? "esper watch does not answer; start it again, and this page goes on" : `esper watch reports: ${error.message}`;
       }
-      this.timer = setTimeout(() => this.tick(), Math.max(EVERY_MS - (performance.now() - began), 50));
+      // The server answers for a run when its log has grown, so there is no need to wait before asking again, except for the eyes.
+      this.timer = setTimeout(() => this.tick(), Math.max((this.route.page === "run" && !this.problem ? SHORT_MS : EVERY_MS) - (performance.now() - began), 50));
     },
     async refresh() {
       this.now = Date.now() / 1000;
@@ -397,12 +406,16 @@ export default {
         const id = this.route.id;
         if (!this.page) this.watchLoading();
         const page = await this.json(`/api/runs/${id}?mark=${this.page?.mark ?? ""}`);
-        if (this.route.id === id && page.summary) this.page = page;
+        if (this.route.id !== id) return;
+        if (page.summary) this.page = Object.freeze(page); // Vue then does not watch every part of it
       } else if (!this.compared || performance.now() - (this.asked ?? -Infinity) > OVERVIEW_MS) {
         const found = await this.json(`/api/compare?runs=${this.route.ids.join(",")}`);
-        if (JSON.stringify(found) !== JSON.stringify(this.compared)) this.compared = found;
+        if (JSON.stringify(found) !== JSON.stringify(this.compared)) this.compared = Object.freeze(found);
         this.asked = performance.now();
       }
+      await this.refreshSeries();
+    },
+    async refreshSeries() {
       if (await this.store.refresh()) this.version += 1;
     },
     async watchLoading() {
@@ -415,11 +428,14 @@ export default {
       this.isWatching = false;
     },
     async json(path) {
-      const response = await fetch(path);
+      const response = await fetch(path, { signal: this.stop.signal });
       if (!response.ok) throw new Error(response.status === 404 ? GONE : (await response.text()).slice(0, 200));
       return response.json();
     },
     go() {
+      // The server may hold the answer for the page that is left.
+      this.stop.abort();
+      this.stop = new AbortController();
       const [, place, rest] = location.hash.split("/");
       this.page = null;
       this.compared = null;

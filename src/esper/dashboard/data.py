@@ -23,7 +23,7 @@ from esper.files import printable, user_cache
 from esper.runs.anomalies import Anomaly
 from esper.runs.catalog import LABELS, Run, at_steps, differing_settings, find_runs, settings_of
 from esper.runs.compare import NOT_COMPARED, compare_opened, seed_of
-from esper.runs.folder import CONFIG
+from esper.runs.folder import CONFIG, EVENTS, TWIN
 from esper.runs.health import lights
 from esper.runs.index import Series, thinned
 
@@ -42,6 +42,7 @@ class Watcher:
         self._stories: dict[Path, tuple[list[tuple[int, int]], dict[str, Any]]] = {}  # by folder: how far the logs were read, and the story
         self._controllers: dict[Path, ControllerStory] = {}  # by folder
         self._settings: dict[Path, tuple[int, bytes, int | None]] = {}  # by folder: time of the file, settings without the seed, seed
+        self._sent: dict[str, tuple[str, tuple[int, ...]]] = {}  # by name in addresses: mark of the last page, and stamp of its files
         self._lock = threading.RLock()
         self._searched = -math.inf
         self.loading = 1.0  # share of the logs that has been read
@@ -88,6 +89,25 @@ class Watcher:
         rows.sort(key=lambda row: (row["state"] != "running", -row["touched"]))
         return {"root": printable(str(self.root)), "runs": [_clean(row) for row in rows], "now": time.time()}
 
+    def stamp(self, name: str) -> tuple[int, ...]:
+        """Return sizes and times of the files that the page of a run is made from: the same stamp, the same page, but for its age."""
+        run = self._runs.get(name)
+        if run is None:
+            return ()
+        places = (run.folder / EVENTS, run.folder / LABELS, run.folder / "replays", run.folder / TWIN / EVENTS)
+        found: list[int] = []
+        for place in places:
+            try:
+                status = os.stat(place)
+                found += [status.st_size, 0 if place.name == EVENTS else status.st_mtime_ns]  # a log is touched to show that its run lives
+            except OSError:
+                found += [-1, -1]
+        return tuple(found)
+
+    def has_seen(self, name: str, mark: str, stamp: tuple[int, ...]) -> bool:
+        """Return whether the page with this mark was made from the files as they are now."""
+        return self._sent.get(name) == (mark, stamp)
+
     def page(self, name: str, mark: str = "") -> dict[str, Any] | None:
         """Return everything about one run except its series; None if there is no such run (any more).
 
@@ -97,7 +117,10 @@ class Watcher:
             run = self.run(name)
             if run is None:
                 return None
+            stamp = self.stamp(name)
+            run.refresh()
             new_mark = self._mark(run)
+            self._sent[name] = new_mark, stamp
             if mark == new_mark:
                 return {"mark": mark}
             page: dict[str, Any] = {

@@ -58,6 +58,7 @@ def _serve(app: Any, *, port: int, show: bool, announce: Callable[[str], None]) 
     listening = _listen(port)
     address = f"http://{HOST}:{listening.getsockname()[1]}/"
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+    app.state.is_stopping = lambda: server.should_exit
     announce(address)  # connections wait in the socket until the server runs
     if show:
         threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()

@@ -6,6 +6,8 @@ import { echarts } from "nicegui-echart";
 export const PALETTE = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8a7a00", "#7a7a7a"];
 const MARKS = { grows: "#0072b2", kept: "#009e73", pruned: "#e69f00", "rolled back": "#d55e00" };
 const MOST = 600; // points of a mean over runs
+const FEW = 12; // a line with fewer points shows each of them
+const REPAINT_MS = 1000; // while a run trains, a chart is painted at most this often
 
 export function format(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
@@ -100,24 +102,62 @@ export class LineChart {
     this.chart = echarts.init(element, null, { renderer: "canvas" });
     this.observer = new ResizeObserver(() => this.chart.resize());
     this.observer.observe(element);
+    // Charts outside the window are painted when they come into it.
+    this.isVisible = false;
+    this.sight = new IntersectionObserver((entries) => {
+      this.isVisible = entries.at(-1).isIntersecting;
+      if (this.isVisible) this.#paint();
+    }, { rootMargin: "100px" });
+    this.sight.observe(element);
   }
 
   close() {
+    clearTimeout(this.later);
     this.observer.disconnect();
+    this.sight.disconnect();
     this.chart.dispose();
   }
 
   // lines: [{label, color, dashed, dots, points: [[x, y], ...], band: [[x, low, high], ...]}], marks: [{x, what, text}]
-  draw(lines, { isDark, isLog, xName, marks = [] }) {
+  draw(lines, options) {
+    // The same in words, for people who hear the page.
+    const said = lines.map((line) => `${line.label} ${format(line.points.at(-1)[1])} at ${format(line.points.at(-1)[0])}${line.band?.length ? ` [${format(line.band.at(-1)[1])}, ${format(line.band.at(-1)[2])}]` : ""}`);
+    this.element.ariaLabel = [`${this.title} by ${options.xName}${options.isLog ? ", logarithmic" : ""}`, ...said].join("; ");
+    this.latest = [lines, options];
+    if (this.isVisible) this.#paint();
+  }
+
+  // Paints what was drawn last. New points alone may wait until the last painting is a second old; a change of the look never does.
+  #paintLater(wait) {
+    this.later ??= setTimeout(() => {
+      this.later = null;
+      if (this.isVisible) this.#paint();
+    }, wait);
+  }
+
+  #paint() {
+    if (!this.latest) return;
+    const [lines, { isDark, isLog, xName, marks = [] }] = this.latest;
+    // If only points are new, only they are given to ECharts, which takes half of the time.
+    const look = JSON.stringify([isDark, isLog, xName, marks, lines.map((line) => [line.label, line.color, line.dashed, line.points.length < FEW, Boolean(line.band?.length)])]);
+    const isSameLook = look === this.look;
+    const wait = REPAINT_MS - (performance.now() - (this.painted ?? -REPAINT_MS));
+    if (isSameLook && wait > 0) {
+      this.#paintLater(wait);
+      return;
+    }
+    this.latest = null;
+    this.look = look;
+    this.painted = performance.now();
     const ink = isDark ? "#d5dce4" : "#2b333c";
     const soft = isDark ? "#7d8894" : "#77818c";
     const grid = isDark ? "#262d36" : "#e7eaee";
-    const axis = { axisLine: { lineStyle: { color: soft } }, axisLabel: { color: soft, hideOverlap: true, formatter: shortNumber }, splitLine: { lineStyle: { color: grid } } };
+    const axis = { axisLine: { lineStyle: { color: soft } }, axisLabel: { color: soft, hideOverlap: true, formatter: shortNumber }, splitNumber: 4, splitLine: { lineStyle: { color: grid } } };
     const series = lines.map((line) => ({
       type: "line",
       name: safeName(line.label),
       data: isLog ? line.points.filter((point) => point[1] > 0) : line.points,
-      showSymbol: line.dots || line.points.length < 30,
+      showSymbol: line.dots || line.points.length < FEW,
       symbolSize: line.dots ? 7 : 4,
       color: line.color,
       lineStyle: { width: line.dashed ? 1.5 : 2, type: line.dashed ? "dashed" : "solid" },
@@ -143,6 +183,11 @@ export class LineChart {
     const banded = lines.filter((line) => line.band?.length);
     const reach = banded.flatMap((line) => line.band.flatMap((row) => [row[1], row[2]])).filter((value) => value !== null && (!isLog || value > 0));
     const edges = reach.length ? roundEdges(reach, lines.flatMap((line) => line.points.map((point) => point[1]).filter((value) => !isLog || value > 0)), isLog) : {};
+    const allSeries = [...banded.map(bandSeries), ...series];
+    if (isSameLook) {
+      this.chart.setOption({ yAxis: edges, series: allSeries });
+      return;
+    }
     this.chart.setOption(
       {
         grid: { left: 8, right: 18, top: 30, bottom: 22, containLabel: true },
@@ -157,13 +202,10 @@ export class LineChart {
         },
         xAxis: { type: "value", name: xName, nameLocation: "middle", nameGap: 24, nameTextStyle: { color: soft, fontSize: 11 }, min: "dataMin", max: "dataMax", ...axis, axisLine: { onZero: false, lineStyle: { color: soft } }, splitLine: { show: false } },
         yAxis: { type: isLog ? "log" : "value", scale: true, ...edges, ...axis, axisLine: { show: false } },
-        series: [...banded.map(bandSeries), ...series],
+        series: allSeries,
       },
       { notMerge: true },
     );
-    // The same in words, for people who hear the page.
-    const said = lines.map((line) => `${line.label} ${format(line.points.at(-1)[1])} at ${format(line.points.at(-1)[0])}${line.band?.length ? ` [${format(line.band.at(-1)[1])}, ${format(line.band.at(-1)[2])}]` : ""}`);
-    this.element.ariaLabel = [`${this.title} by ${xName}${isLog ? ", logarithmic" : ""}`, ...said].join("; ");
   }
 }
 

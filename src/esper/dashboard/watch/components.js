@@ -15,14 +15,23 @@ const card = (inside, note) => `
   ${note}
 </section>`;
 
-// What all charts share: an ECharts chart that is drawn again when something changes.
+// What all charts share: an ECharts chart that is drawn again when something changes, at most once per frame.
 const drawn = {
   data: () => ({ isLog: false, isEmpty: false }),
+  methods: {
+    draw() {
+      this.frame ??= requestAnimationFrame(() => {
+        this.frame = null;
+        this.drawNow();
+      });
+    },
+  },
   mounted() {
     this.chart = new LineChart(this.$refs.plot);
     this.draw();
   },
   beforeUnmount() {
+    cancelAnimationFrame(this.frame);
     this.chart.close();
   },
   watch: {
@@ -52,7 +61,13 @@ export const SeriesChart = {
     this.unsubscribe();
   },
   watch: {
-    lines: { handler() { this.subscribe(); this.draw(); }, deep: true },
+    lines() {
+      const text = JSON.stringify(this.lines); // a page that changes makes the same lines anew
+      if (text === this.linesBefore) return;
+      this.linesBefore = text;
+      this.subscribe();
+      this.draw();
+    },
     version() { this.draw(); },
     marks() { this.draw(); },
     "controls.bySeed"() { this.subscribe(); },
@@ -90,7 +105,7 @@ export const SeriesChart = {
       const band = series.low && !this.controls.smoothing ? series.low.map((low, index) => [places[index], low, series.high[index]]).filter((row) => row[0] !== null && row[1] !== null) : [];
       return points.length ? { points, band } : null;
     },
-    draw() {
+    drawNow() {
       const drawn = [];
       for (const line of this.lines) {
         const curves = this.members(line).map((member) => this.points(member)).filter(Boolean);
@@ -100,7 +115,7 @@ export const SeriesChart = {
       }
       this.isEmpty = !drawn.length;
       const marks = (this.marks ?? []).map((mark) => ({ ...mark, x: this.place(this.lines[0], mark.x, this.timeOf(mark.x)) })).filter((mark) => mark.x !== null);
-      this.chart?.draw(drawn, { isDark: this.isDark, isLog: this.isLog, xName: this.lines[0]?.axes?.[this.controls.axis] ?? AXES[this.controls.axis], marks });
+      this.chart.draw(drawn, { isDark: this.isDark, isLog: this.isLog, xName: this.lines[0]?.axes?.[this.controls.axis] ?? AXES[this.controls.axis], marks });
     },
     timeOf(step) {
       const series = this.store.get(this.lines[0].run, this.lines[0].name);
@@ -130,7 +145,7 @@ export const GainChart = {
   },
   watch: { version() { this.draw(); }, size() { this.draw(); } },
   methods: {
-    draw() {
+    drawNow() {
       const losses = this.store.get(this.run, this.names[0]);
       const sizes = this.store.get(this.run, this.names[this.size === "parameters" ? 1 : 2]);
       const twin = this.twin && this.store.get(this.twin, this.names[0]);
@@ -142,7 +157,8 @@ export const GainChart = {
       const points = rows.map((row, index) => [row[0], gains[index]]).filter((point) => point[0] !== null && point[1] !== null);
       this.isEmpty = !points.length;
       const lines = points.length ? [{ label: this.twin ? "gain over the twin" : "fall of the loss", color: PALETTE[2], dots: true, points }] : [];
-      this.chart?.draw(lines, { isDark: this.isDark, isLog: this.isLog, xName: this.size === "parameters" ? "parameters" : "FLOPs of a forward pass" });
+      this.chart.title = this.title;
+      this.chart.draw(lines, { isDark: this.isDark, isLog: this.isLog, xName: this.size === "parameters" ? "parameters" : "FLOPs of a forward pass" });
     },
   },
 };
@@ -155,7 +171,7 @@ export const CalibrationChart = {
   computed: { title() { return "calibration of the critic"; } },
   watch: { calibration() { this.draw(); } },
   methods: {
-    draw() {
+    drawNow() {
       const rows = this.calibration.points;
       this.isEmpty = !rows.length;
       const ends = rows.length ? [rows[0].predicted, rows.at(-1).predicted] : [];
@@ -163,7 +179,7 @@ export const CalibrationChart = {
         { label: "achieved", color: PALETTE[0], dots: true, points: rows.map((row) => [row.predicted, row.achieved]), band: rows.map((row) => [row.predicted, row.low, row.high]) },
         { label: "as predicted", color: PALETTE[7], dashed: true, points: ends.map((end) => [end, end]) },
       ];
-      this.chart?.draw(rows.length ? lines : [], { isDark: this.isDark, isLog: this.isLog, xName: "predicted return" });
+      this.chart.draw(rows.length ? lines : [], { isDark: this.isDark, isLog: this.isLog, xName: "predicted return" });
     },
   },
 };

@@ -6,6 +6,7 @@ export class SeriesStore {
   constructor() {
     this.runs = new Map(); // key of a run -> {generation, series: name -> {steps, times, values, total}}
     this.wanted = new Map(); // key of a run -> name -> number of charts that show it
+    this.onNeed = () => {}; // called when a chart wants a series that was never asked for
   }
 
   static key(run) {
@@ -16,6 +17,7 @@ export class SeriesStore {
     const own = this.wanted.get(SeriesStore.key(run)) ?? new Map();
     for (const name of names) own.set(name, (own.get(name) ?? 0) + 1);
     this.wanted.set(SeriesStore.key(run), own);
+    if (names.some((name) => !this.get(run, name))) this.onNeed();
   }
 
   release(run, names) {
