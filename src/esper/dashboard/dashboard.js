@@ -80,7 +80,7 @@ const template = `
     </div>
     <p v-else-if="!shownRuns.length" class="empty">No run matches “{{ filter }}”. Clear the filter to see all {{ runs.length }}.</p>
     <table v-else class="runs card">
-      <thead><tr><th></th><th>run</th><th>kind</th><th>state</th><th>progress</th><th class="number">last</th><th class="number">best</th><th class="wide">curve</th><th class="wide">sign of life</th><th class="wide">tags</th></tr></thead>
+      <thead><tr><th></th><th>run</th><th>kind</th><th>state</th><th>progress</th><th class="number">last</th><th class="number wide">best</th><th class="wide">curve</th><th class="wide">sign of life</th><th class="wide">tags</th></tr></thead>
       <tbody>
         <tr v-for="(run, index) in shownRuns" :key="run.id" :class="{ 'is-here': index === here }" :data-run="run.name" @click="open(run.id)">
           <td @click.stop><input type="checkbox" :value="run.id" v-model="chosen" :aria-label="'choose ' + run.name"></td>
@@ -89,7 +89,7 @@ const template = `
           <td><span class="state" :class="'is-' + run.state">{{ states[run.state] }}</span></td>
           <td><span v-if="run.progress !== null" class="progress"><i :style="{ width: 100 * run.progress + '%' }"></i></span> <small>{{ run.progress === null ? '' : Math.floor(100 * run.progress) + ' %' }}</small></td>
           <td class="number" data-last>{{ format(run.last) }}</td>
-          <td class="number" :title="run.figure">{{ format(run.best) }} <small>{{ run.figure }}</small></td>
+          <td class="number wide" :title="run.figure">{{ format(run.best) }} <small>{{ run.figure }}</small></td>
           <td class="wide spark" v-html="sparkline(run.spark)"></td>
           <td class="wide"><small>{{ ago(run.touched) }}</small></td>
           <td class="wide"><button v-for="tag in run.tags" :key="tag" type="button" class="tag" :title="'show runs with ' + tag" @click.stop="filter = tag">{{ tag }}</button></td>
@@ -375,7 +375,7 @@ export default {
     compareNames() {
       const kinds = [...new Set(this.compared.runs.map((run) => run.kind))];
       const wanted = (CHARTS[kinds[0]] ?? []).flatMap(([, names]) => names.slice(0, 2));
-      return this.compared.series.filter((name) => wanted.includes(name)).slice(0, 6);
+      return this.compared.series.filter((name) => wanted.some((other) => name === other || (other.endsWith("/") && name.startsWith(other)))).slice(0, 8);
     },
   },
   methods: {

@@ -5,6 +5,7 @@ A page asks again every half second. Series are sent once, thinned to `POINTS` p
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
@@ -309,8 +310,11 @@ def problems(run: Run) -> list[dict[str, Any]]:
         "compile_failed",
     ):
         for event in run.index.events(kind)[-20:]:
-            words = {"words": msgspec.convert(event, Anomaly, strict=False).in_words()} if kind == "anomaly" else {}
-            found.append({"kind": kind, **_without_stamp(event), **words, "time": event["time"]})
+            problem = {"kind": kind, **_without_stamp(event), "time": event["time"]}
+            if kind == "anomaly":
+                with contextlib.suppress(msgspec.ValidationError):  # written by another version; its fields are shown instead
+                    problem["words"] = msgspec.convert(event, Anomaly, strict=False).in_words()
+            found.append(problem)
     return sorted(found, key=lambda problem: -problem["time"])[:40]
 
 

@@ -77,7 +77,9 @@ def lights(index: EventIndex) -> list[Light]:
             advice = f"the head {head} has stopped exploring; raise entropy_coef, if it did not learn the task"
             wanted.append(Diagnostic(f"entropy of {head}", name, (0.02, 10.0), (0.001, 10.0), advice))
     found = [(diagnostic, index.series(diagnostic.series).values[-LAST:]) for diagnostic in wanted]
-    return [_light(diagnostic, float(values.mean())) for diagnostic, values in found if len(values)]
+    # The entropy of a head whose masks leave no choice is exactly 0, which is no collapse.
+    left = [(diagnostic, values) for diagnostic, values in found if values.any() or not diagnostic.series.startswith("update/entropy/")]
+    return [_light(diagnostic, float(values.mean())) for diagnostic, values in left if len(values)]
 
 
 def _light(diagnostic: Diagnostic, value: float) -> Light:

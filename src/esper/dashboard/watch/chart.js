@@ -201,7 +201,7 @@ export class LineChart {
           valueFormatter: (value) => format(value),
         },
         xAxis: { type: "value", name: xName, nameLocation: "middle", nameGap: 24, nameTextStyle: { color: soft, fontSize: 11 }, min: "dataMin", max: "dataMax", ...axis, axisLine: { onZero: false, lineStyle: { color: soft } }, splitLine: { show: false } },
-        yAxis: { type: isLog ? "log" : "value", scale: true, ...edges, ...axis, axisLine: { show: false } },
+        yAxis: { type: isLog ? "log" : "value", scale: true, ...edges, ...axis, axisLine: { show: false, onZero: false }, axisTick: { show: false } },
         series: allSeries,
       },
       { notMerge: true },
@@ -209,13 +209,21 @@ export class LineChart {
   }
 }
 
-// The ends of an axis that holds all of these values, as round numbers.
+// The ends of an axis that holds all points and their intervals, as round numbers. An interval from few samples can be a hundred times as
+// wide as the curve; then it is cut, so that the curve can be read.
 function roundEdges(reach, values, isLog) {
-  let [low, high] = [Infinity, -Infinity];
-  for (const value of [...reach, ...values]) [low, high] = [Math.min(low, value), Math.max(high, value)];
-  if (isLog) return { min: low, max: high };
-  const unit = 10 ** Math.floor(Math.log10(high - low || 1)) / 2;
-  return { min: Math.floor(low / unit) * unit, max: Math.ceil(high / unit) * unit };
+  const ends = (some) => some.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
+  let [low, high] = ends(reach);
+  if (values.length) {
+    const [least, most] = ends(values);
+    const room = 1.5 * (most - least || high - low);
+    [low, high] = [Math.min(Math.max(low, least - room), least), Math.max(Math.min(high, most + room), most)];
+  }
+  if (isLog) return { min: Math.max(low, Math.min(...values, high) / 10), max: high };
+  const rough = (high - low || Math.abs(high) || 1) / 4;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
+  return { min: Math.floor(low / step) * step, max: Math.ceil(high / step) * step, interval: step };
 }
 
 function shortNumber(value) {

@@ -47,7 +47,7 @@ export function networkSvg(slots, hostParameters) {
     parts.push(`<text x="${x + 52}" y="${base + 4}" class="name">${escape(short(slot.slot, 15))}</text>`);
     if (slot.blueprint && !isWide) {
       const share = Math.min((slot.parameters ?? 0) / Math.max(hostParameters ?? 1, 1), 1.5);
-      const size = 46 + Math.round(58 * Math.min(share, 1));
+      const size = 64 + Math.round(40 * Math.min(share, 1));
       const left = x + 52 - size / 2;
       parts.push(`<path d="M ${x - 14} ${base} C ${x - 14} ${base - 70}, ${left - 6} ${base - 84}, ${left} ${base - 84}" class="branch" stroke="${stage.color}"/>`);
       parts.push(`<path d="M ${left + size} ${base - 84} C ${left + size + 6} ${base - 84}, ${x + 118} ${base - 70}, ${x + 118} ${base}" class="branch" stroke="${stage.color}"/>`);
