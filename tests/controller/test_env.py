@@ -277,7 +277,8 @@ def test_the_end_of_every_host_is_told_with_its_losses_and_the_choices_of_its_ro
     rounds = [event for event in events if isinstance(event, RoundEnded)]
     assert [(host.round, host.env) for host in hosts] == [(number, env) for number in (0, 1) for env in range(CONFIG.hosts)]
     assert sum(sum(end.decisions.values()) for end in rounds) == len(ops) == 2 * (HORIZON + 1) * CONFIG.hosts
-    assert sum(end.decisions.get("wait", 0) for end in rounds) == ops.count(Op.WAIT)
+    assert sum(end.decisions["wait"] for end in rounds) == ops.count(Op.WAIT)
+    assert all(set(end.decisions) == {"wait", *CONFIG.ops} for end in rounds), "a choice that was never made counts 0"
     for end in rounds:
         own = [host for host in hosts if (host.round, host.fleet) == (end.round, end.fleet)]
         assert sum(host.utility for host in own) / len(own) == pytest.approx(end.utility)

@@ -218,7 +218,7 @@ class GrowthEnv:
                 kernels=compiled_kernels(),
                 blueprints=count_blueprints(entries),
                 skipped=int(twinned.fleet.skipped_steps[: twinned.hosts].sum()),
-                decisions=dict(self._op_counts[number]),
+                decisions={op: self._op_counts[number][op] for op in ("wait", *self.config.ops)},
                 gflops=sum(row.host_growth.history.flops for row in twinned.fleet.rows) / 1e9,
                 round=self._rounds[number],
                 fleet=number,

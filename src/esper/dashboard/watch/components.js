@@ -198,7 +198,7 @@ export const HostLives = {
     <button v-for="(life, index) in lives" :key="index" type="button" class="life-card" :class="{ 'is-on': opened === index }" :aria-expanded="opened === index" :data-host="life.env" @click="opened = opened === index ? null : index">
       <span v-html="small(life)"></span>
       <small>{{ life.rent_level }} rent · {{ life.kept }}/{{ life.grown }} kept</small>
-      <b :class="life.utility > 0 ? 'is-good' : 'is-bad'">{{ life.utility > 0 ? '+' : '' }}{{ format(life.utility, 2) }}</b>
+      <b :class="{ 'is-good': life.utility > 0, 'is-bad': life.utility < 0 }">{{ life.utility > 0 ? '+' : '' }}{{ format(life.utility, 2) }}</b>
     </button>
   </div>
   <div v-if="life" class="detail" data-life>
