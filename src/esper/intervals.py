@@ -144,6 +144,9 @@ def clustered_interval(rates: ArrayLike, *, size: int, confidence: float = 0.95)
     return wilson_interval(rate * trials, trials, confidence=confidence)
 
 
+_gauss_legendre = lru_cache(np.polynomial.legendre.leggauss)  # finding the nodes takes longer than a quantile
+
+
 @lru_cache(maxsize=1024)  # callers ask for the same few values again and again
 def student_quantile(probability: float, freedom: float) -> float:
     """Return the quantile of Student's t distribution with `freedom` degrees of freedom."""
@@ -153,7 +156,7 @@ def student_quantile(probability: float, freedom: float) -> float:
     if normal < 0:
         return -student_quantile(1 - probability, freedom)
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
-    nodes, weights = np.polynomial.legendre.leggauss(64)
+    nodes, weights = _gauss_legendre(64)
     # With t = √freedom · tan(angle), the density becomes scale · cos(angle)^(freedom - 1), which 64 Gauss-Legendre nodes integrate. The
     # normal quantile is below the wanted one and the distribution is concave from there on, so Newton's method approaches it from below.
     quantile = normal

@@ -38,7 +38,6 @@ from esper.growth.batches import with_article
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.slots import AnyBackend, SlotLifecycles
-from esper.growth.measure.contribution import MOST
 from esper.parallel import ALONE, Group, Ranks
 
 MakeHostOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -95,8 +94,8 @@ def players(lifecycles: SlotLifecycles[AnyBackend], slots: Sequence[str] | None)
     strange = [name for name in names if name not in living]
     if strange:
         raise GrowthError(f"{strange[0]!r} has no living, connected seed; slots with one: {', '.join(living) or 'none'}")
-    if not 0 < len(names) <= MOST:
-        raise GrowthError(f"Shapley values need 1 to {MOST} seeds, and there are {len(names)}; choose some: slots=[...]")
+    if not names:
+        raise GrowthError("Shapley values need at least one living, connected seed, and there is none")
     return names
 
 

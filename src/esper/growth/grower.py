@@ -463,11 +463,12 @@ class Grower:
     def shapley(self, evaluate: Evaluate, slots: Sequence[str] | None = None) -> dict[str, Interval]:
         """Return the Shapley value of each living seed in `slots` (default: all connected ones). Calls `evaluate` 2^k times for k seeds.
 
-        As in `after_epoch`, there is one more call for each slot that is measured for the first time.
+        As in `after_epoch`, there is one more call for each slot that is measured for the first time. With more than 8 seeds, orders are
+        sampled (`esper.shapley`). `esper.analyse` also measures fossilized seeds and the interaction of pairs.
         """
         names = players(self.lifecycles, slots)
         with self._prober.paused():
-            return self._measurement.shapley(evaluate, names)
+            return self._measurement.shapley(evaluate, names).values
 
     def search_alpha(self, slot: str, evaluate: Evaluate, *, alphas: Sequence[float] = (0.25, 0.5, 0.75, 1.0)) -> AlphaSearch:
         """Find which of these alphas has the lowest validation loss, for a `Retarget` action. Calls `evaluate` once per alpha."""

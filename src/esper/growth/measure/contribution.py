@@ -13,9 +13,9 @@ validation data or all use the same data. (If the same batches were counted sepa
 Confidence. A seed is measured after every epoch once its shortest probation (`holding_epochs`) is over, so each interval is wider than that
 of a single look; see `confidence_of_look`.
 
-Shapley values divide the joint gain of several seeds among them. A contribution is measured beside all other seeds, so two seeds that do
-the same work each contribute nothing, although one of them is needed. The Shapley value of a seed is the mean of its gain over all orders
-in which the seeds could be added. The values of all seeds sum to the whole gain. With k seeds this takes 2^k evaluations, and the checks.
+Shapley values (`esper.shapley`) divide the joint gain of several seeds among them. A contribution is measured beside all other seeds, so
+two seeds that do the same work each contribute nothing, although one of them is needed. The Shapley value of a seed is the mean of its gain
+over all orders in which the seeds could be added. With k seeds, up to 8, this takes 2^k evaluations, and the checks.
 
 `search_alpha` compares the validation losses of one seed at several alphas.
 
@@ -29,9 +29,10 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import combinations, zip_longest
+from itertools import zip_longest
 from typing import Any, NamedTuple, SupportsFloat
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,6 +41,7 @@ from esper.growth.host.prefix_cache import PrefixCache
 from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.stages import Contribution, Cost
 from esper.parallel import ALONE, Group
+from esper.shapley import Solution, plan_orders, solve
 from esper.statistics import LEAST_COUNT, Interval, effective_count, weighted_interval
 
 MISJUDGED = 0.05  # chance that at least one of all intervals of a seed misses its true gain
@@ -106,11 +108,16 @@ class Measurement:
         gains = {name: gain_of(losses, with_all, confidence=confidences[name]) for name, losses in without.items()}
         return Measured(with_all, {name: Contribution(gain, epoch) for name, gain in gains.items()})
 
-    def shapley(self, evaluate: Evaluate, names: Sequence[str]) -> dict[str, Interval]:
-        """Return the exact Shapley value of the seed in each of these slots. Evaluates every subset of the slots once."""
+    def shapley(self, evaluate: Evaluate, names: Sequence[str]) -> Solution:
+        """Return the Shapley values of the seeds in these slots and the interactions of all pairs. Evaluates every coalition once."""
+        plan = plan_orders(names)
         with self._all_on(evaluate, names) as with_all:
-            losses = {off: (self._without(evaluate, off, with_all) if off else with_all).values for off in subsets(names)}
-        return {name: _interval(values, with_all.samples) for name, values in shapley_values(losses, names).items()}
+            by_coalition = {}
+            for on in plan.coalitions:
+                off = [name for name in names if name not in on]
+                losses = self._without(evaluate, off, with_all) if off else with_all
+                by_coalition[on] = -np.array(losses.values)
+        return solve(plan, by_coalition, with_all.samples)
 
     def losses(self, evaluate: Evaluate) -> Losses:
         """Return the losses, averaged over all ranks. An error on one rank is raised on all of them, so that none waits forever."""
@@ -292,38 +299,6 @@ def search_alpha(measurement: Measurement, name: str, evaluate: Evaluate, alphas
             losses = measurement.losses(evaluate)
         found[alpha] = losses.mean
     return AlphaSearch(min(found, key=lambda alpha: (not math.isfinite(found[alpha]), found[alpha])), found)
-
-
-MOST = 4  # largest number of seeds for Shapley values, which is 16 evaluations
-
-LossesWithout = Mapping[frozenset[str], Sequence[float]]  # seeds that are off -> loss of every batch
-
-
-def subsets(names: Sequence[str]) -> list[frozenset[str]]:
-    """Return all subsets, the empty one first."""
-    return [frozenset(some) for size in range(len(names) + 1) for some in combinations(names, size)]
-
-
-def shapley_values(losses: LossesWithout, names: Sequence[str]) -> dict[str, list[float]]:
-    """Return the Shapley value of every seed for every batch, in the unit of the loss.
-
-    >>> shapley_values({frozenset(): [1.0], frozenset("a"): [2.0], frozenset("b"): [1.0], frozenset("ab"): [4.0]}, "ab")
-    {'a': [2.0], 'b': [1.0]}
-    """
-    return {name: _value(losses, name, [other for other in names if other != name]) for name in names}
-
-
-def _value(losses: LossesWithout, name: str, others: Sequence[str]) -> list[float]:
-    """Return the Shapley value of one seed for every batch: its gain, averaged over all orders in which the seeds could be added."""
-    count = len(others) + 1
-    value = [0.0] * len(losses[frozenset()])
-    for off in subsets(others):
-        present = len(others) - len(off)  # number of other seeds that are already there when this one is added
-        # Share of all orders in which exactly the other seeds that are not `off` come before this one.
-        weight = math.factorial(present) * math.factorial(count - present - 1) / math.factorial(count)
-        gains = [without - with_it for without, with_it in zip(losses[off | {name}], losses[off], strict=True)]
-        value = [so_far + weight * gain for so_far, gain in zip(value, gains, strict=True)]
-    return value
 
 
 def total(costs: Iterable[Cost]) -> Cost:
