@@ -32,6 +32,7 @@ SHARED = frozenset(
         "replay_file",
         "rng",
         "runs",
+        "shapley",
         "statistics",
         "text_table",
         "vecenv",

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         GrowthConfig as GrowthConfig,
         GrowthError as GrowthError,
         add_slots as add_slots,
+        analyse as analyse,
         grow as grow,
         load as load,
         register_blueprint as register_blueprint,

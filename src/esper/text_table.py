@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -46,6 +47,15 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}:{minutes:02d}:{rest:02d}"
     return f"{minutes}:{rest:02d}" if minutes else f"{rest} s"
+
+
+def without_numbers(text: str) -> str:
+    """Replace numbers in a text, so that equal reasons with different numbers can be counted together.
+
+    >>> without_numbers("removing it would raise the loss by 0.25 [-4.9e-05, 1,200], after conv1.2")
+    'removing it would raise the loss by … […, …], after conv1.2'
+    """
+    return re.sub(r"(?<![\w.])[-+]?(?:\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?|inf|nan)(?!\w)", "…", text)
 
 
 def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "", before: str = "", cutoff: float = 0.6) -> str:

@@ -34,8 +34,10 @@ from esper.growth.controllers.baselines import Planned
 from esper.growth.events import EpochEnded, GrowthStarted, PassedOver, Probed, RolledBack, SlotView, StageEntered
 from esper.rl import PPOConfig, TrainConfig, train_run
 from esper.runs import EventLog
+from esper.runs.analysis import ANALYSIS, write_analysis
 from esper.runs.folder import CONFIG, EVENTS, GROW
 from tests.dashboard.chromium import Page, skip_without_a_browser, start_chromium
+from tests.runs.test_analysis import some_analysis
 
 pytestmark = pytest.mark.slow
 
@@ -288,6 +290,21 @@ def test_the_terminal_shows_what_the_page_shows(
         "rolled-back": ["went back to epoch 1 and lost 37 steps", "norm promises more in this slot", "rolled back"],
     }[name]
     assert [word for word in words if word not in shown] == [], shown
+
+
+def test_blueprints_are_counted_from_the_lines_of_the_log(runs: Path, tmp_path: Path) -> None:
+    page = Watcher(runs, cache=tmp_path).page(name_in_address(runs / "grown"))
+    assert page is not None
+    events, wanted = lines_of(runs / "grown"), {}
+    for blueprint in ("mlp", "norm"):
+        stages = [event["stage"] for event in events if event["kind"] == "stage_entered" and event["blueprint"] == blueprint]
+        wanted[blueprint] = (stages.count("GERMINATED"), stages.count("FOSSILIZED"), stages.count("PRUNED"))
+    assert {row["blueprint"]: (row["tried"], row["kept"], row["pruned"]) for row in page["blueprints"]} == wanted
+    last = {event["slot"]: event["gain"] for event in events if event["kind"] == "measured"}
+    assert {row["blueprint"]: row["gain"] for row in page["blueprints"]} == {"mlp": last["1"], "norm": last["3"]}
+    views = {view["slot"]: view for event in events if event["kind"] == "epoch_ended" for view in event["slots"] if view["blueprint"]}
+    assert {row["blueprint"]: row["flops"] for row in page["blueprints"]} == {"mlp": views["1"]["flops"], "norm": views["3"]["flops"]}
+    assert page["analysis"] is None
 
 
 # The server
@@ -609,6 +626,23 @@ def test_empty_places_and_broken_logs_say_what_to_do(page: Page, runs: Path, tmp
     keep(page, "stopped")
     page.driver.get("about:blank")
     page.errors()  # the browser reports connections that fail, and answers 404, as errors
+
+
+def test_the_growth_page_shows_the_worth_of_seeds_and_their_names_are_only_names(page: Page, address: str, runs: Path) -> None:
+    place = f"/runs/{name_in_address(runs / 'grown')}"
+    show(page, address, place, "[data-analysis]")
+    assert f"esper analyse {runs / 'grown'}" in page.text("[data-analysis]")
+    write_analysis(runs / "grown", some_analysis((NASTY, "__proto__")))
+    try:
+        page.wait(lambda: len(page.texts("[data-shapley]")) == 2, "the analysis does not appear while the page is open")
+        texts = "return [...document.querySelectorAll('[data-shapley] text:last-of-type')].map((item) => item.textContent)"
+        assert page.driver.execute_script(texts) == ["+0.5 ±0.1", "−0.1"]
+        assert page.texts("[data-measure] td") == [NASTY, "", "−0.25*", "__proto__", "−0.25*", ""]
+        keep(page, "analysis")
+        (runs / "grown" / ANALYSIS).write_text("{")
+        page.wait(lambda: "cannot be read" in page.text("[data-analysis]"), "a damaged file is not explained")
+    finally:
+        (runs / "grown" / ANALYSIS).unlink()
 
 
 def test_two_runs_are_compared_with_the_settings_in_which_they_differ(page: Page, address: str, runs: Path) -> None:

@@ -104,7 +104,8 @@ def test_the_report_of_a_controller_run_shows_utility_by_cell_and_blueprints(tmp
     assert chart["all rounds"] == ([100, 200, 300], [0.2, 0.4, 0.3])
     assert chart["digits, 5-10"] == ([100, 300], [0.2, 0.3])
     assert "<strong>+0.3000</strong><span>utility, mean of the last 3 rounds</span>" in page
-    assert "<td>mlp</td>" + "".join(f'<td class="number">{value}</td>' for value in (12, 3, 9, 100)) in page
+    cells = (12, 3, 9, 0, 0, "–", 0, 100, "–", "–")  # tried, kept, pruned, rolled back, refused, gain, cells, parameters, FLOPs, per 1,000
+    assert "<td>mlp</td>" + "".join(f'<td class="number">{value}</td>' for value in cells) in page
 
 
 def test_the_report_of_an_arena_run_shows_win_rates_by_opponent(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ COMMANDS = {
     "doctor": Command("esper.cli.doctor", "show what is installed, which devices there are, and what is missing"),
     "watch": Command("esper.cli.watch", "show runs in the browser or the terminal, while they train and afterwards"),
     "grow": Command("esper.cli.grow", "train a model and grow it where that pays; go on with a run"),
+    "analyse": Command("esper.cli.analyse", "show what seeds are worth: blueprints, Shapley values, interaction of pairs"),
     "report": Command("esper.cli.report", "write the report of a run of any kind as one page"),
     "grow report": Command("esper.cli.grow", "write the report of a run again, also of one that was killed", "run_report"),
     "controller train": Command("esper.cli.controller_train", "train a controller that decides what grows; go on with a run"),

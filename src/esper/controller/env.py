@@ -34,12 +34,13 @@ from esper.fleet.data import TaskTensors
 from esper.fleet.kernels import compiled_kernels
 from esper.growth.config import RentConfig
 from esper.growth.host.slotted import add_slots
-from esper.growth.lifecycle.ledger import Entry
+from esper.growth.lifecycle.ledger import Entry, Refused
 from esper.growth.lifecycle.slots import options_for
 from esper.rl.collector import Staging
 from esper.runs import Event
 from esper.runs.tensors import Tree
 from esper.tasks import Task
+from esper.text_table import without_numbers
 from esper.vecenv import Actions, Masks, Obs, Timestep
 
 LoadTask = Callable[[str], Task]
@@ -196,7 +197,8 @@ class GrowthEnv:
         """Emit the summary of a fleet whose hosts have ended, and of each host if the events of hosts are wanted."""
         if self.config.host_events:
             self._report_hosts(number, twinned, standing)
-        entries = [entry for host in twinned.fleet.rows[: twinned.hosts] for entry in host.host_growth.ledger.entries]
+        ledgers = [host.host_growth.ledger for host in twinned.fleet.rows[: twinned.hosts]]
+        entries = [entry for ledger in ledgers for entry in ledger.entries]
         self.on_event(
             RoundEnded(
                 task=twinned.setting.task,
@@ -216,7 +218,7 @@ class GrowthEnv:
                 memory_per_host=twinned.fleet.memory_per_host().most,
                 recordings=twinned.recordings,
                 kernels=compiled_kernels(),
-                blueprints=count_blueprints(entries),
+                blueprints=count_blueprints(entries, [one for ledger in ledgers for one in ledger.refused]),
                 skipped=int(twinned.fleet.skipped_steps[: twinned.hosts].sum()),
                 decisions={op: self._op_counts[number][op] for op in ("wait", *self.config.ops)},
                 gflops=sum(row.host_growth.history.flops for row in twinned.fleet.rows) / 1e9,
@@ -310,17 +312,23 @@ def nearest_rent_level(rent: RentConfig) -> str:
     return min(RENT_LEVELS, key=lambda name: abs(math.log(RENT_LEVELS[name].parameters) - price))
 
 
-def count_blueprints(entries: Sequence[Entry]) -> dict[str, BlueprintCount]:
-    """Count the outcomes of the seeds in these ledgers, by blueprint."""
+def count_blueprints(entries: Sequence[Entry], refused: Sequence[Refused] = ()) -> dict[str, BlueprintCount]:
+    """Count the outcomes of the seeds in these ledgers and the refused actions, by blueprint. Only blueprints that were tried count."""
     found: dict[str, BlueprintCount] = {}
     for name in sorted({entry.blueprint for entry in entries}):
         some = [entry for entry in entries if entry.blueprint == name]
+        ended = [entry for entry in some if entry.outcome in ("pruned", "rolled back")]
         gains = [entry.gain for entry in some if entry.gain is not None]
         found[name] = BlueprintCount(
             tried=len(some),
             kept=sum(entry.outcome == "kept" for entry in some),
-            pruned=sum(entry.outcome in ("pruned", "rolled back") for entry in some),
+            pruned=len(ended),
             parameters=sum(entry.parameters for entry in some),
             gain=fmean(gains) if gains else None,
+            measured=len(gains),
+            rolled_back=sum(entry.outcome == "rolled back" for entry in some),
+            flops=sum(entry.flops for entry in some),
+            reasons=Counter(without_numbers(entry.why) for entry in ended),
+            refused=Counter(f"{one.action}: {without_numbers(one.reason)}" for one in refused if one.blueprint == name),
         )
     return found

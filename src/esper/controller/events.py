@@ -18,6 +18,11 @@ class BlueprintCount(msgspec.Struct, frozen=True):
     pruned: int  # including those removed by the governor
     parameters: int  # sum over all that were tried
     gain: float | None = None  # cost of removing one as measured last, in nats: mean over the measured seeds
+    measured: int = 0  # seeds with a measured gain
+    rolled_back: int = 0  # seeds removed by the governor; also counted in `pruned`
+    flops: int | None = None  # of a forward pass for one sample, sum over all that were tried
+    reasons: dict[str, int] = {}  # why seeds were pruned or rolled back, without numbers -> times
+    refused: dict[str, int] = {}  # action and reason of gates that refused, without numbers -> times
 
 
 class HostEnded(Event, tag="host_ended", frozen=True):
@@ -70,5 +75,8 @@ class RoundEnded(Event, tag="round_ended", frozen=True):
 
     def shown(self) -> Mapping[str, Any]:
         """Show blueprints under their names: blueprints/norm/kept."""
-        blueprints = {name: msgspec.structs.asdict(count) for name, count in self.blueprints.items()}
+        blueprints = {
+            name: {key: value for key, value in msgspec.structs.asdict(count).items() if not isinstance(value, dict)}
+            for name, count in self.blueprints.items()
+        }
         return {**super().shown(), "blueprints": blueprints}

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from esper.intervals import student_interval
+from esper.runs.analysis import seeds_of
 from esper.runs.catalog import Run
 from esper.runs.index import EventIndex
 
@@ -119,8 +120,6 @@ def _utility(hosts: list[dict[str, Any]]) -> tuple[float, float | None, float | 
 
 
 def _life(host: Mapping[str, Any], happened: list[dict[str, Any]]) -> dict[str, Any]:
-    from esper.dashboard.data import seeds_of
-
     seeds = seeds_of(happened)
     for seed in seeds:
         if seed["outcome"] == "living":  # the round has ended and pruned what was not kept

@@ -1,6 +1,6 @@
 // The dashboard: a table of runs, a page for each run by its kind, and a comparison. A page is asked for again as soon as it has come.
 
-import { AXES, CalibrationChart, GainChart, HostLives, PALETTE, SeriesChart, SeriesStore, STAGES, format, networkSvg, sparkline, timelineSvg } from "esper-watch";
+import { AXES, CalibrationChart, GainChart, HostLives, PALETTE, SeedAnalysis, SeriesChart, SeriesStore, STAGES, format, networkSvg, sparkline, timelineSvg } from "esper-watch";
 
 const EVERY_MS = 500;
 const SHORT_MS = 300;
@@ -188,11 +188,7 @@ const template = `
         <ol class="log"><li v-for="(row, index) in growth.rollbacks" :key="index" data-rollback><b>epoch {{ row.epoch }}</b> went back to the state of epoch {{ row.to_epoch }}{{ costOf(row) }}: {{ row.reason }}<template v-if="row.embargoed.length">. Under embargo: {{ row.embargoed.join(', ') }}</template></li></ol>
       </section>
 
-      <section v-if="page.blueprints && page.blueprints.length" class="card">
-        <header><h3>blueprints</h3></header>
-        <div class="scroll"><table><thead><tr><th>blueprint</th><th class="number">tried</th><th class="number">kept</th><th class="number">pruned</th><th class="number">gain, nats</th><th class="number">weights</th></tr></thead>
-        <tbody><tr v-for="row in page.blueprints" :key="row.blueprint"><td>{{ row.blueprint }}</td><td class="number">{{ row.tried }}</td><td class="number">{{ row.kept }}</td><td class="number">{{ row.pruned }}</td><td class="number">{{ format(row.gain) }}</td><td class="number">{{ format(row.parameters) }}</td></tr></tbody></table></div>
-      </section>
+      <seed-analysis v-if="page.blueprints" :blueprints="page.blueprints" :analysis="page.analysis" :folder="page.summary.folder" :is-growth="Boolean(growth)" />
 
       <section v-if="page.replays" class="card">
         <header><h3>replays</h3></header>
@@ -242,7 +238,7 @@ const template = `
 
 export default {
   template,
-  components: { CalibrationChart, GainChart, HostLives, SeriesChart },
+  components: { CalibrationChart, GainChart, HostLives, SeedAnalysis, SeriesChart },
   data: () => ({
     route: { page: "runs" },
     runs: [],

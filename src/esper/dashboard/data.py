@@ -21,10 +21,11 @@ import numpy as np
 
 from esper.dashboard.controller_story import ControllerStory, joined_calibration
 from esper.files import printable, user_cache
+from esper.runs.analysis import ANALYSIS, blueprint_rows, how_measured, read_analysis, seeds_of
 from esper.runs.anomalies import Anomaly
 from esper.runs.catalog import LABELS, Run, at_steps, differing_settings, find_runs, settings_of
 from esper.runs.compare import NOT_COMPARED, compare_opened, seed_of
-from esper.runs.folder import CONFIG, EVENTS, TWIN
+from esper.runs.folder import CONFIG, EVENTS, TWIN, RunError
 from esper.runs.health import lights
 from esper.runs.index import Series, thinned
 
@@ -44,6 +45,7 @@ class Watcher:
         self._controllers: dict[Path, ControllerStory] = {}  # by folder
         self._settings: dict[Path, tuple[int, bytes, int | None]] = {}  # by folder: time of the file, settings without the seed, seed
         self._sent: dict[str, tuple[str, tuple[int, ...]]] = {}  # by name in addresses: mark of the last page, and stamp of its files
+        self._analyses: dict[Path, tuple[list[tuple[int, int]], dict[str, Any]]] = {}  # by folder: what it was made from, and the analysis
         self._lock = threading.RLock()
         self._searched = -math.inf
         self.loading = 1.0  # share of the logs that has been read
@@ -64,7 +66,7 @@ class Watcher:
         found = {name_in_address(run.folder): run for run in find_runs(self.root, cache=self._cache)}
         self._runs = {name: self._runs.get(name, run) for name, run in found.items()}
         self._searched = time.monotonic()
-        for kept in (self._stories, self._controllers, self._settings):
+        for kept in (self._stories, self._controllers, self._settings, self._analyses):
             for folder in kept.keys() - {run.folder for run in self._runs.values()}:
                 kept.pop(folder)
 
@@ -95,7 +97,7 @@ class Watcher:
         run = self._runs.get(name)
         if run is None:
             return ()
-        places = (run.folder / EVENTS, run.folder / LABELS, run.folder / "replays", run.folder / TWIN / EVENTS)
+        places = (run.folder / EVENTS, run.folder / LABELS, run.folder / ANALYSIS, run.folder / "replays", run.folder / TWIN / EVENTS)
         found: list[int] = []
         for place in places:
             try:
@@ -144,8 +146,9 @@ class Watcher:
                 page["health"] = [light._asdict() for light in lights(run.index)]
                 page["calibration"] = joined_calibration(run)
             if run.kind == "controller":
-                page["blueprints"] = blueprint_counts(run)
                 page["controller"] = self._controller(run).page(run)
+            if run.kind in ("growth", "controller"):
+                page |= self._analysis(run)
             if run.kind == "arena":
                 page["replays"] = [printable(path.stem) for path in replays_of(run)][:50]
                 page["league"] = [_without_stamp(event) for event in run.index.events("league_changed")][-50:]
@@ -200,6 +203,8 @@ class Watcher:
         parts: list[Any] = [each.index.generation for each in (run, run.twin) if each is not None]
         parts += [each.index.offset for each in (run, run.twin) if each is not None]
         parts += [run.state(), labels.stat().st_mtime_ns if labels.is_file() else 0, self._seeds_of_setting(name_in_address(run.folder))]
+        if run.kind in ("growth", "controller"):
+            parts.append(self._analysis_changed(run))
         if run.kind == "arena":
             parts.append([path.name for path in replays_of(run)][:50])
         return hashlib.blake2b(msgspec.json.encode(parts), digest_size=12).hexdigest()
@@ -234,6 +239,28 @@ class Watcher:
         if before is None or before[0] != mark:
             before = self._stories[run.folder] = mark, growth_story(run, run.twin)
         return before[1]
+
+    def _analysis(self, run: Run) -> dict[str, Any]:
+        """Return what became of the blueprints, and the results of `esper analyse` if there are any; those of before if nothing is new."""
+        mark = [(run.index.generation, run.index.offset), (self._analysis_changed(run), 0)]
+        before = self._analyses.get(run.folder)
+        if before is None or before[0] != mark:
+            rows = [msgspec.to_builtins(row) | {"per_thousand": row.gain_per_thousand} for row in blueprint_rows([run])]
+            found: dict[str, Any] = {"blueprints": rows}
+            try:
+                analysis = read_analysis(run.folder)
+                found["analysis"] = None if analysis is None else msgspec.to_builtins(analysis) | {"about": how_measured(analysis)}
+            except RunError as error:
+                found["analysis"] = {"problem": str(error)}
+            before = self._analyses[run.folder] = mark, found
+        return before[1]
+
+    def _analysis_changed(self, run: Run) -> int:
+        """Return when the results of `esper analyse` were written; 0 if there are none."""
+        try:
+            return (run.folder / ANALYSIS).stat().st_mtime_ns
+        except OSError:
+            return 0
 
     def compare(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the settings in which runs differ, the series that they share, and the differences over seeds where there are several."""
@@ -370,107 +397,6 @@ def growth_story(run: Run, twin: Run | None = None) -> dict[str, Any]:
 def _last(run: Run, kind: str) -> dict[str, Any] | None:
     found = run.index.events(kind)
     return _without_stamp(found[-1]) if found else None
-
-
-def seeds_of(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return every seed of a host with the stages it went through, its outcome, its measured contributions and the reasons.
-
-    Reads the events `stage_entered`, `measured`, `epoch_ended` and `rolled_back`.
-    """
-    seeds: list[dict[str, Any]] = []
-    current: dict[str, dict[str, Any]] = {}  # the seed in each slot
-    rollback = ""  # the latest one, in words
-    for event in sorted(events, key=lambda event: event["time"]):
-        match event["kind"]:
-            case "stage_entered":
-                slot = event["slot"]
-                if event["stage"] == "GERMINATED":
-                    current[slot] = {
-                        "number": len(seeds) + 1,
-                        "slot": slot,
-                        "blueprint": event["blueprint"],
-                        "born": event["epoch"],
-                        "outcome": "living",
-                        "ended": None,
-                        "stages": [],
-                        "contributions": [],
-                    }
-                    seeds.append(current[slot])
-                if slot in current:
-                    seed = current[slot]
-                    seed["stages"].append({"epoch": event["epoch"], "stage": event["stage"], "reason": event["reason"]})
-                    if event["stage"] in ("FOSSILIZED", "PRUNED"):
-                        seed["outcome"], seed["ended"] = ("kept" if event["stage"] == "FOSSILIZED" else "pruned"), event["epoch"]
-                    if event["stage"] in ("PRUNED", "DORMANT"):
-                        current.pop(slot)
-            case "measured" if event["slot"] in current:
-                seed = current[event["slot"]]
-                seed["contributions"].append({name: event[name] for name in ("epoch", "gain", "gain_low", "gain_high", "rent")})
-            case "epoch_ended":
-                for view in event["slots"]:
-                    if view["slot"] not in current:
-                        continue
-                    seed = current[view["slot"]]
-                    # A rollback may take back a seed that was young, or that was kept since: then its slot says so, and no stage does.
-                    if view["stage"] == "DORMANT":
-                        _end_by_rollback(seed, event["epoch"], rollback)
-                        current.pop(view["slot"])
-                        continue
-                    if seed["outcome"] == "kept" and view["stage"] != "FOSSILIZED":
-                        seed |= {"outcome": "living", "ended": None}
-                        seed["stages"].append({"epoch": event["epoch"], "stage": view["stage"], "reason": f"it is back: {rollback}"})
-                    seed |= {name: view.get(name) for name in ("alpha", "age", "parameters", "rent", "health", "stage")}
-            case "rolled_back":
-                rollback = f"the governor went back to epoch {event['to_epoch']}: {event['reason']}"
-                # Its seeds have entered PRUNED or EMBARGOED just before, by the same reason.
-                for slot in event["embargoed"]:
-                    last = next((seed for seed in reversed(seeds) if seed["slot"] == slot), None)
-                    if last is not None and last["outcome"] != "kept":
-                        _end_by_rollback(last, event["epoch"], rollback)
-                        current.pop(slot, None)
-    for seed in seeds:
-        seed["why"] = _why(seed["stages"])
-    return seeds
-
-
-def _why(stages: list[dict[str, Any]]) -> str:
-    """Return the reason for the present stage of a seed. That of a withdrawn seed is given when alpha begins to fall, not at the end."""
-    is_withdrawn = [entry["stage"] for entry in stages[-3:]] == ["HOLDING", "BLENDING", "PRUNED"]
-    return str(stages[-2 if is_withdrawn else -1]["reason"]) if stages else ""
-
-
-def _end_by_rollback(seed: dict[str, Any], epoch: int, rollback: str) -> None:
-    """Note that a rollback has removed a seed. If the seed was pruned, its last stage has the reason already."""
-    seed |= {"outcome": "rolled back", "ended": epoch}
-    if seed["stages"][-1]["stage"] not in ("PRUNED", "EMBARGOED"):
-        seed["stages"].append({"epoch": epoch, "stage": "PRUNED", "reason": rollback})
-
-
-# Learner runs
-
-
-def blueprint_counts(run: Run) -> list[dict[str, Any]]:
-    """Return for each blueprint how often the controller tried it, what became of it, and what it gained and cost on average."""
-    table: dict[str, dict[str, float]] = {}
-    for event in run.index.events("round_ended"):
-        for name, count in event.get("blueprints", {}).items():
-            row = table.setdefault(name, {"tried": 0, "kept": 0, "pruned": 0, "parameters": 0, "gain": 0.0, "measured": 0})
-            for field in ("tried", "kept", "pruned", "parameters"):
-                row[field] += count[field]
-            if count.get("gain") is not None:
-                row["gain"] += count["gain"]
-                row["measured"] += 1
-    return [
-        {
-            "blueprint": name,
-            "tried": row["tried"],
-            "kept": row["kept"],
-            "pruned": row["pruned"],
-            "parameters": row["parameters"] / max(row["tried"], 1),
-            "gain": row["gain"] / row["measured"] if row["measured"] else None,
-        }
-        for name, row in sorted(table.items(), key=lambda item: -item[1]["tried"])
-    ]
 
 
 def _clean(value: Any) -> Any:

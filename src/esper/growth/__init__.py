@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from esper.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from esper.growth.analysis import analyse as analyse
     from esper.growth.config import (
         BudgetConfig as BudgetConfig,
         GovernorConfig as GovernorConfig,

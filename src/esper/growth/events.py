@@ -44,6 +44,7 @@ class SlotView(msgspec.Struct, frozen=True):
     rent: float
     grad_norm: float | None = None  # mean gradient norm of the seed over the epoch's steps, before clipping
     skipped: int = 0  # steps that the seed skipped because its gradient, or that of its host, was not finite
+    flops: int | None = None  # of the seed's forward pass for one sample
 
 
 class EpochEnded(Event, tag="epoch_ended"):
@@ -91,6 +92,7 @@ class ActionRefused(Event, tag="action_refused"):
     slot: str
     action: str
     reason: str
+    blueprint: str = ""  # of the seed in the slot, or of the one that was to germinate
 
 
 class RolledBack(Event, tag="rolled_back"):

@@ -8,13 +8,13 @@ settings. Growth runs have a report of their own, `esper.growth.report`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from esper.files import MAX_CONFIG_BYTES, printable, read_file, write_file
+from esper.runs.analysis import sections_about_seeds
 from esper.runs.catalog import Run, Summary, open_run
 from esper.runs.folder import CONFIG, RunError
 from esper.runs.health import lights
@@ -260,23 +260,8 @@ def _controller_sections(run: Run) -> list[str]:
     sections.append(
         section("Cells of the domain", table(heading, rows, numbers=range(2, 6)), note(f"Means of the last {LAST_ROUNDS} rounds."))
     )
-    if rows := _blueprint_rows(rounds):
-        sections.append(
-            section("Blueprints", table(("blueprint", "tried", "kept", "pruned", "mean parameters"), rows, numbers=range(1, 5)))
-        )
+    sections += sections_about_seeds(run)
     return sections
-
-
-def _blueprint_rows(rounds: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    sums: dict[str, Counter[str]] = {}
-    for event in rounds:
-        for name, count in event.get("blueprints", {}).items():
-            sums.setdefault(name, Counter()).update({key: count.get(key) or 0 for key in ("tried", "kept", "pruned", "parameters")})
-    ordered = sorted(sums.items(), key=lambda item: -item[1]["tried"])
-    return [
-        (name, f"{row['tried']:,}", f"{row['kept']:,}", f"{row['pruned']:,}", f"{row['parameters'] / max(row['tried'], 1):,.0f}")
-        for name, row in ordered
-    ]
 
 
 # Arena

@@ -23,6 +23,7 @@ from esper.growth.lifecycle.governor import Diverged, Governor, LossRange, Verdi
 from esper.growth.lifecycle.ledger import Ledger, Refused, Rollback
 from esper.growth.lifecycle.slots import AnyBackend, SlotLifecycles
 from esper.growth.lifecycle.stages import (
+    OCCUPIED,
     Action,
     Advance,
     Answer,
@@ -235,6 +236,7 @@ def _slot_view(lifecycles: SlotLifecycles[AnyBackend], name: str) -> SlotView:
         rent=slot.rent,
         grad_norm=None if gradients is None else gradients.mean_norm,
         skipped=0 if gradients is None else gradients.skipped,
+        flops=slot.cost.flops,
     )
 
 
@@ -361,8 +363,10 @@ class HostGrowth(Generic[AnyBackend]):
 
     def _refuse(self, action: Action, reason: str) -> None:
         name = type(action).__name__.lower()
-        self.ledger.refused.append(Refused(self.epoch, action.slot, name, reason))
-        self.emit(ActionRefused(epoch=self.epoch, slot=action.slot, action=name, reason=reason))
+        life = self.lifecycles.backends[action.slot].life
+        blueprint = action.blueprint if isinstance(action, Germinate) else (life.blueprint or "") if life.stage in OCCUPIED else ""
+        self.ledger.refused.append(Refused(self.epoch, action.slot, name, reason, blueprint))
+        self.emit(ActionRefused(epoch=self.epoch, slot=action.slot, action=name, reason=reason, blueprint=blueprint))
 
     # The end of an epoch
 

@@ -65,6 +65,7 @@ class Refused(msgspec.Struct, frozen=True):
     slot: str
     action: str
     reason: str
+    blueprint: str = ""  # of the seed in the slot, or of the one that was to germinate
 
 
 class Rollback(msgspec.Struct, frozen=True):

@@ -14,11 +14,13 @@ from esper.config import load_saved
 from esper.files import printable, write_file
 from esper.growth.config import RentConfig, TrainingConfig
 from esper.growth.events import SlotView
-from esper.growth.lifecycle.ledger import ANALYTICS_HEADING, LEDGER_HEADING, analytics_rows, gain_in_words, ledger_rows
+from esper.growth.lifecycle.ledger import LEDGER_HEADING, gain_in_words, ledger_rows
 from esper.growth.lifecycle.stages import OCCUPIED, Stage
 from esper.growth.report import summary
 from esper.growth.report.story import Remark, Story, read_story
 from esper.runs import page
+from esper.runs.analysis import sections_about_seeds
+from esper.runs.catalog import Run
 from esper.runs.folder import CONFIG, EVENTS, TWIN, RunError
 from esper.runs.page import LEFT, RIGHT, WIDTH, Line, Mark, Scale, chart, note, section, table, ticks, tiles
 from esper.text_table import figure
@@ -37,14 +39,16 @@ def write_report(run_folder: Path | str) -> Path:
         raise RunError(f"there is nothing to report about {folder}: the training has not begun; try again later")
     twin = read_story(folder / TWIN) if (folder / TWIN / EVENTS).is_file() else None
     config = next((text for name in CONFIGS if (text := _text(folder / name))), "")
-    content = render(story, twin, title=printable(folder.name), config=config, rent=_rent(folder))
+    run = Run(folder, "growth")
+    run.refresh()
+    content = render(story, twin, title=printable(folder.name), config=config, rent=_rent(folder), analysis=sections_about_seeds(run))
     path = folder / REPORT
     write_file(path, content.encode())
     return path
 
 
-def render(story: Story, twin: Story | None, *, title: str, config: str, rent: RentConfig) -> str:
-    """Return the page as HTML. `rent` is the rent of the run, for the notes about it."""
+def render(story: Story, twin: Story | None, *, title: str, config: str, rent: RentConfig, analysis: Sequence[str] = ()) -> str:
+    """Return the page as HTML. `rent` is the rent of the run, for the notes about it; `analysis` are sections about its seeds."""
     parts = [f'<p class="summary">{escape(summary.headline(story, twin))}</p>', tiles(summary.tiles(story, twin)), _circumstances(story)]
     parts += map(note, summary.about_twin(story, twin))
     heading, rows = summary.comparison(story, twin)
@@ -64,7 +68,7 @@ def render(story: Story, twin: Story | None, *, title: str, config: str, rent: R
     if story.seeds:
         parts.append(section("Ledger", table(LEDGER_HEADING, ledger_rows(story.seeds), numbers=(0, 3, 5, 6, 7))))
         parts += map(note, [summary.ABOUT_REMOVAL, *summary.about_skipped(story)])
-        parts.append(section("Blueprints", table(ANALYTICS_HEADING, analytics_rows(story.seeds), numbers=range(1, 7))))
+        parts += analysis
     if story.probes:
         parts.append(section("Results of the probe", table(summary.PROBE_HEADING, summary.probe_rows(story), numbers=(0, 3))))
         parts.append(note("Estimated initial fall of the loss per step with a candidate in the slot; the best few of every slot."))

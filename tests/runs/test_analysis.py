@@ -1,0 +1,217 @@
+"""What became of blueprints, from made events against plain counts; and the file of an analysis."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from esper.config import save
+from esper.controller.config import ControllerConfig
+from esper.controller.events import BlueprintCount, RoundEnded
+from esper.growth.events import ActionRefused, EpochEnded, GrowthStarted, Measured, RolledBack, SlotView, StageEntered
+from esper.intervals import Interval, student_interval
+from esper.runs import Event, EventLog, RunError
+from esper.runs.analysis import (
+    ANALYSIS,
+    AnalysedSeed,
+    Analysis,
+    Estimate,
+    Interaction,
+    MeasureResult,
+    analysis_section,
+    blueprint_rows,
+    blueprint_section,
+    pair_matrix,
+    read_analysis,
+    seed_rows,
+    write_analysis,
+)
+from esper.runs.catalog import open_run
+from esper.runs.folder import CONFIG, EVENTS
+from tests.runs.made import made_growth
+
+SIZE: dict[str, int] = {"parameters": 1000, "flops": 5000}
+
+
+def entered(epoch: int, slot: str, blueprint: str, stage: str, reason: str = "") -> StageEntered:
+    return StageEntered(epoch=epoch, slot=slot, blueprint=blueprint, stage=stage, reason=reason)
+
+
+def measured(slot: str, gain: float) -> Measured:
+    return Measured(epoch=2, slot=slot, gain=gain, gain_low=gain - 0.1, gain_high=gain + 0.1, rent=0.01)
+
+
+def view(slot: str, stage: str, blueprint: str | None, parameters: int = 0, flops: int = 0) -> SlotView:
+    nothing: dict[str, Any] = {"health": None, "gain": None, "gain_low": None, "gain_high": None}
+    return SlotView(slot=slot, stage=stage, blueprint=blueprint, alpha=1.0, age=1, parameters=parameters, rent=0.0, flops=flops, **nothing)
+
+
+def epoch(number: int, *slots: SlotView) -> EpochEnded:
+    return EpochEnded(epoch=number, train_loss=1.0, val_loss=1.0, learning_rate=1e-3, decision="", slots=list(slots), **SIZE)
+
+
+def made(folder: Path, events: list[Event], kind: str = "growth") -> Path:
+    """Write a run of these events."""
+    if kind == "growth":
+        made_growth(folder, [1.0])
+        (folder / EVENTS).unlink()
+        events = [GrowthStarted(epoch=0, epochs=9, controller="x", raise_mode="joint", slots=["a", "b"], **SIZE), *events]
+    else:
+        folder.mkdir()
+        save(ControllerConfig(), folder / CONFIG)
+    with EventLog(folder / EVENTS, run=folder.name) as log:
+        for event in events:
+            log.emit(event)
+    return folder
+
+
+def first_run(folder: Path) -> Path:
+    """Write a run with a kept mlp in a, a pruned mlp in b, then a norm in b that the governor removes, and a refused action."""
+    return made(
+        folder,
+        [
+            entered(1, "a", "mlp", "GERMINATED"),
+            entered(1, "b", "mlp", "GERMINATED"),
+            epoch(1, view("a", "HOLDING", "mlp", 100, 300), view("b", "HOLDING", "mlp", 50, 200)),
+            measured("a", 0.2),
+            measured("a", 0.3),
+            measured("b", 0.1),
+            ActionRefused(epoch=2, slot="b", action="fossilize", reason="its gain of 0.1 is below its rent of 0.2", blueprint="mlp"),
+            ActionRefused(epoch=3, slot="b", action="fossilize", reason="its gain of 0.3 is below its rent of 0.4", blueprint="mlp"),
+            entered(4, "a", "mlp", "FOSSILIZED"),
+            entered(4, "b", "mlp", "PRUNED", "its gain of 0.1 is not enough"),
+            epoch(4, view("a", "FOSSILIZED", "mlp", 100, 300), view("b", "EMBARGOED", None)),
+            entered(5, "b", "norm", "GERMINATED"),
+            epoch(5, view("a", "FOSSILIZED", "mlp", 100, 300), view("b", "HOLDING", "norm", 8, 16)),
+            entered(6, "b", "norm", "PRUNED", "the loss is not finite"),
+            RolledBack(epoch=6, to_epoch=5, reason="the loss is not finite", embargoed=["b"]),
+        ],
+    )
+
+
+def test_blueprints_of_a_growth_run_are_counted_with_reasons_gates_and_size(tmp_path: Path) -> None:
+    mlp, norm = blueprint_rows([open_run(first_run(tmp_path / "one"), cache=tmp_path)])
+    assert (mlp.blueprint, mlp.tried, mlp.kept, mlp.pruned, mlp.rolled_back) == ("mlp", 2, 1, 1, 0)
+    assert mlp.reasons == {"its gain of … is not enough": 1}
+    assert mlp.refused == {"fossilize: its gain of … is below its rent of …": 2}
+    assert (mlp.measured, mlp.cells, mlp.gain_low) == (2, 1, None)
+    assert mlp.gain == pytest.approx(0.2)  # the mean of the last gains, 0.3 and 0.1
+    assert (mlp.parameters, mlp.flops) == (75, 250)
+    assert mlp.gain_per_thousand == pytest.approx(0.2 / 75 * 1000)
+    assert (norm.tried, norm.kept, norm.pruned, norm.rolled_back, norm.gain) == (1, 0, 0, 1, None)
+    assert norm.reasons == {"the loss is not finite": 1}
+
+
+def test_the_interval_of_a_gain_is_over_runs_and_not_over_seeds(tmp_path: Path) -> None:
+    gains = {"one": [0.1, 0.2, 0.3], "two": [0.5], "three": [0.9, 0.7]}
+    for name, of_seeds in gains.items():
+        events: list[Event] = []
+        for number, gain in enumerate(of_seeds):
+            events += [entered(1, f"s{number}", "mlp", "GERMINATED"), measured(f"s{number}", gain)]
+        made(tmp_path / name, events)
+    (row,) = blueprint_rows([open_run(tmp_path / name, cache=tmp_path) for name in gains])
+    wanted = student_interval([sum(of_seeds) / len(of_seeds) for of_seeds in gains.values()])
+    assert (row.tried, row.living, row.cells) == (6, 6, 3)
+    assert (row.gain, row.gain_low, row.gain_high) == pytest.approx((wanted.estimate, wanted.low, wanted.high))
+
+
+def test_blueprints_of_a_controller_run_are_counted_by_task_and_host(tmp_path: Path) -> None:
+    base: dict[str, Any] = {
+        "horizon": 3, "hosts": 4, "gain": 0.0, "rent": 0.0, "utility": 0.0, "worth": 0.0, "grown": 4, "kept": 1, "rollbacks": 0,
+        "samples": 1,
+    }  # fmt: skip
+    counted: dict[str, Any] = {"tried": 4, "kept": 1, "pruned": 2, "rolled_back": 1, "parameters": 400, "flops": 800}
+    rounds = [
+        ("digits", "starved", BlueprintCount(gain=0.1, measured=3, reasons={"too weak": 1, "not finite": 1}, **counted)),
+        ("digits", "starved", BlueprintCount(gain=0.5, measured=1, refused={"fossilize: too early": 2}, **counted)),
+        ("digits", "right", BlueprintCount(gain=0.4, measured=2, **counted)),
+    ]
+    run = made(tmp_path / "c", [RoundEnded(task=task, host=host, blueprints={"norm": count}, **base) for task, host, count in rounds], "c")
+    (row,) = blueprint_rows([open_run(run, cache=tmp_path)])
+    assert (row.tried, row.kept, row.pruned, row.rolled_back, row.living) == (12, 3, 3, 3, 3)
+    assert (row.reasons, row.refused) == ({"too weak": 1, "not finite": 1}, {"fossilize: too early": 2})
+    cells = [(3 * 0.1 + 0.5) / 4, 0.4]
+    assert (row.cells, row.gain, row.gain_high) == pytest.approx((2, sum(cells) / 2, student_interval(cells).high))
+    assert (row.parameters, row.flops) == (100, 200)
+
+
+def test_events_of_earlier_versions_without_the_new_fields_are_read(tmp_path: Path) -> None:
+    run = first_run(tmp_path / "one")
+    old = (run / EVENTS).read_text().replace(',"flops":300', "").replace(',"blueprint":"mlp"}', "}")
+    (run / EVENTS).write_text(old)
+    mlp = blueprint_rows([open_run(run, cache=tmp_path)])[0]
+    assert (mlp.tried, mlp.refused, mlp.flops) == (2, {}, 200)
+
+
+def test_a_seed_that_a_rollback_removes_without_a_stage_is_noticed(tmp_path: Path) -> None:
+    run = made(
+        tmp_path / "one",
+        [
+            entered(1, "a", "mlp", "GERMINATED"),
+            entered(2, "b", "norm", "GERMINATED"),
+            RolledBack(epoch=3, to_epoch=1, reason="spike", embargoed=[]),
+            epoch(2, view("a", "HOLDING", "mlp", 10), view("b", "DORMANT", None)),
+        ],
+    )
+    mlp, norm = blueprint_rows([open_run(run, cache=tmp_path)])
+    assert (mlp.living, mlp.parameters, norm.rolled_back) == (1, 10, 1)
+    assert norm.reasons == {"the governor went back to epoch …: spike": 1}
+
+
+# The results of esper analyse
+
+
+def some_analysis(names: tuple[str, str] = ("first", "second")) -> Analysis:
+    values = {names[0]: Estimate(0.5, 0.4, 0.6), names[1]: Estimate(-0.1, None, None)}
+    loss = MeasureResult("loss", True, 2.0, 1.6, values, values, values, [Interaction(*names, Estimate(-0.25, -0.5, -0.1))])
+    seeds = [AnalysedSeed(name, "mlp", "kept", 1.0, 200, 400) for name in names]
+    return Analysis(seeds=seeds, measures=[loss], batches=4, samples=64, coalitions=4, orders=0, epoch=9)
+
+
+def test_an_analysis_is_read_as_it_was_written_and_a_damaged_one_is_an_error(tmp_path: Path) -> None:
+    assert read_analysis(tmp_path) is None
+    write_analysis(tmp_path, some_analysis())
+    assert read_analysis(tmp_path) == some_analysis()
+    (tmp_path / ANALYSIS).write_bytes(msgspec.json.encode(msgspec.structs.replace(some_analysis(), version=99)))
+    with pytest.raises(RunError, match="another version of esper; write it again with: esper analyse"):
+        read_analysis(tmp_path)
+    (tmp_path / ANALYSIS).write_text("{")
+    with pytest.raises(RunError, match="cannot be read"):
+        read_analysis(tmp_path)
+
+
+def test_numbers_that_are_not_finite_have_no_interval() -> None:
+    assert Estimate.of(Interval(0.5, float("-inf"), float("inf"))) == Estimate(0.5, None, None)
+    assert str(Estimate.of(Interval(float("nan"), 0.0, 0.0))) == "not finite"
+
+
+def test_tables_show_values_with_intervals_and_mark_sure_interactions() -> None:
+    found = some_analysis()
+    assert seed_rows(found, found.measures[0])[0] == ("first", "mlp", "kept", *["+0.5000 ±0.1000"] * 3, "200", "+2.5000")
+    assert pair_matrix(found, found.measures[0]) == [("first", "", "−0.2500*"), ("second", "−0.2500*", "")]
+    assert found.measures[0].gain == pytest.approx(0.4)
+    assert "+0.5000 ±0.1000" in found._repr_html_()
+
+
+def test_sections_escape_all_names(tmp_path: Path) -> None:
+    name = "<img src=x>"
+    run = made(tmp_path / "one", [entered(1, "a", name, "GERMINATED"), entered(2, "a", name, "PRUNED", name)])
+    text = blueprint_section(blueprint_rows([open_run(run, cache=tmp_path)])) + analysis_section(some_analysis((name, ":x")))
+    assert "<img" not in text
+    assert text.count("&lt;img src=x&gt;") > 5
+
+
+@pytest.mark.slow
+def test_reading_an_analysis_and_counting_blueprints_imports_no_torch(tmp_path: Path) -> None:
+    run = first_run(tmp_path / "one")
+    write_analysis(run, some_analysis())
+    code = (
+        "import sys; from esper.cli.main import main; from esper.runs.analysis import read_analysis; "
+        f"read_analysis({str(run)!r}); main(['analyse', {str(run)!r}, '--blueprints-only']); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
