@@ -7,9 +7,11 @@ import math
 import os
 import subprocess
 import sys
+import time
 import types
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -17,7 +19,8 @@ import pytest
 from esper.cli.main import main
 from esper.growth.events import EpochEnded
 from esper.runs import Event, EventLog, WandbSink, read
-from esper.runs.events import scalars
+from esper.runs.events import scalars, scalars_of
+from esper.runs.sinks import WANDB_ID
 
 # A process of its own: W&B starts a service, and keeps it for as long as the process lives. Named addresses are the network here, since
 # it talks to its service through a socket of the machine.
@@ -79,6 +82,9 @@ class StandIn(types.ModuleType):
         super().__init__("wandb")
         self.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
         self.begun: dict[str, Any] = {}
+        self.sessions: list[str] = []  # id of the W&B run of every session
+        self.dir = ""  # for the files of the latest session
+        self.resumed = False  # what W&B says about the run: it has it already
         self.logged: list[dict[str, float]] = []
         self.metrics: list[tuple[str, str]] = []
         self.is_finished = False
@@ -88,6 +94,10 @@ class StandIn(types.ModuleType):
 
     def init(self, **options: Any) -> StandIn:
         self.begun = options
+        self.sessions.append(options["id"])
+        self.resumed = options["resume"] == "allow" and options["id"] in self.sessions[:-1]
+        self.dir = str(Path(options["dir"]) / "wandb" / f"offline-run-{len(self.sessions)}-{options['id']}" / "files")
+        Path(self.dir).mkdir(parents=True)
         return self
 
     def define_metric(self, name: str, *, step_metric: str) -> None:
@@ -127,6 +137,67 @@ def test_wandb_gets_the_finite_numbers_of_every_event_at_its_step(tmp_path: Path
     assert stand_in.metrics == [("*", "step")]
     assert (stand_in.begun["name"], stand_in.begun["mode"], stand_in.begun["config"]) == ("maze-7", "offline", {"seed": 3})
     assert stand_in.is_finished
+
+
+def record_of(folder: Path) -> list[dict[str, float]]:
+    """Return what W&B should hold about a run: the numbers of every line of its log, with their step."""
+    return [{"step": record.step, **values} for record in read(folder / "events.jsonl") if (values := scalars_of(record))]
+
+
+def killed_after_a_checkpoint(folder: Path, stand_in: StandIn, mode: Literal["offline", "online"]) -> Iterator[EventLog]:
+    """Yield the log of a run that is killed some events after its checkpoint, and then that of the resumed run."""
+    with EventLog(folder / "events.jsonl", "maze", sinks=[WandbSink(folder, run="maze", mode=mode)]) as log:
+        log.emit(Measured(step=10, loss=0.5))
+        offset = log.offset()
+        log.emit(Measured(step=20, loss=0.25))
+        log.emit(Ended(utility=1.0))
+        yield log
+    log = EventLog.resume(folder / "events.jsonl", offset, step=10, sinks=[WandbSink(folder, run="maze", mode=mode)])
+    with log:
+        yield log
+
+
+def test_a_run_that_is_resumed_offline_is_one_wandb_run_with_all_events_once(tmp_path: Path, stand_in: StandIn) -> None:
+    for session, log in enumerate(killed_after_a_checkpoint(tmp_path, stand_in, "offline")):
+        if session == 1:
+            stand_in.logged = stand_in.logged[3:]  # the first session's: W&B keeps them in a file of their own
+            log.emit(Measured(step=20, loss=0.25))
+            log.emit(Measured(step=30, loss=0.125))
+    assert len(set(stand_in.sessions)) == 1
+    assert [path.name for path in (tmp_path / "wandb").glob("offline-run-*")] == [f"offline-run-2-{stand_in.sessions[0]}"]
+    assert stand_in.logged == record_of(tmp_path)
+    assert [values["test_measured/loss"] for values in stand_in.logged if "test_measured/loss" in values] == [0.5, 0.25, 0.125]
+
+
+def test_a_run_that_is_resumed_online_goes_on_and_repeats_nothing(tmp_path: Path, stand_in: StandIn) -> None:
+    for session, log in enumerate(killed_after_a_checkpoint(tmp_path, stand_in, "online")):
+        if session == 1:
+            log.emit(Measured(step=20, loss=0.25))
+            log.emit(Ended(utility=1.0))
+            log.emit(Ended(utility=2.0))
+            log.emit(Measured(step=30, loss=0.125))
+    assert len(set(stand_in.sessions)) == 1
+    assert stand_in.begun["resume"] == "allow"
+    shown = [(values["step"], values["test_measured/loss"]) for values in stand_in.logged if "test_measured/loss" in values]
+    assert shown == [(10, 0.5), (20, 0.25), (30, 0.125)]
+    assert [values["test_ended/utility"] for values in stand_in.logged if "test_ended/utility" in values] == [1.0, 2.0]
+
+
+def test_a_run_that_begins_anew_in_its_folder_keeps_its_wandb_run_without_the_events_of_before(tmp_path: Path, stand_in: StandIn) -> None:
+    for _ in range(2):
+        with EventLog(tmp_path / "events.jsonl", "maze", sinks=[WandbSink(tmp_path, run="maze")]) as log:
+            log.emit(Measured(step=10, loss=0.5))
+        (tmp_path / "events.jsonl").unlink()
+    assert [path.name for path in (tmp_path / "wandb").glob("offline-run-*")] == [f"offline-run-2-{stand_in.sessions[0]}"]
+    assert len(set(stand_in.sessions)) == 1
+
+
+def test_an_id_that_is_damaged_is_replaced(tmp_path: Path, stand_in: StandIn) -> None:
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / WANDB_ID).write_text("../../elsewhere")
+    WandbSink(tmp_path, run="maze").close()
+    assert stand_in.sessions[0].isalnum()
+    assert (tmp_path / "wandb" / WANDB_ID).read_text().strip() == stand_in.sessions[0]
 
 
 HOST = """
@@ -204,11 +275,15 @@ def test_offline_mode_writes_into_the_run_folder_without_network_access(tmp_path
 
 
 @pytest.mark.extra("wandb")
-def test_a_run_on_the_command_line_is_kept_offline(tmp_path: Path) -> None:
+def test_a_run_on_the_command_line_is_kept_offline_and_goes_on_as_the_same_run(tmp_path: Path) -> None:
     words = "ppo train cue --wandb offline --run run --num-envs 4 --num-steps 16 --num-minibatches 2 --total-steps 1 --eval-episodes 0"
-    command = [sys.executable, "-m", "esper.cli.main", *words.split()]
-    finished = subprocess.run(command, cwd=tmp_path, env=isolated(tmp_path), capture_output=True, text=True)
-    assert (finished.returncode, finished.stderr) == (0, "")
-    assert "wandb:" not in finished.stdout
+    for more in (words, "ppo train --resume --run run --total-steps 128"):
+        command = [sys.executable, "-m", "esper.cli.main", *more.split()]
+        finished = subprocess.run(command, cwd=tmp_path, env=isolated(tmp_path), capture_output=True, text=True)
+        assert (finished.returncode, finished.stderr) == (0, "")
+        assert "wandb:" not in finished.stdout
+        time.sleep(1.1)  # W&B names the folders of sessions by the second
     (kept,) = (tmp_path / "run/wandb").glob("offline-run-*/*.wandb")
-    assert b"update/entropy/action" in kept.read_bytes()
+    assert kept.name == f"run-{(tmp_path / 'run/wandb' / WANDB_ID).read_text().strip()}.wandb"
+    # W&B writes a number twice, into its history and its summary; there were two updates.
+    assert kept.read_bytes().count(b"update/entropy/action") == 2 * 2

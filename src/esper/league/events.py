@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from esper.runs import Event
+from esper.runs.events import battle_numbers
 
 
 class RoundFought(Event, tag="round_fought"):
@@ -23,7 +24,7 @@ class RoundFought(Event, tag="round_fought"):
     reward: dict[str, float] = {}  # parts of the reward, summed over the decisions of the rollout, mean over the learning units
 
     def shown(self) -> Mapping[str, Any]:
-        return {**super().shown(), **_battles(self.results)}
+        return {**super().shown(), **battle_numbers(self.results)}
 
 
 class LeagueChanged(Event, tag="league_changed"):
@@ -37,13 +38,4 @@ class LeagueChanged(Event, tag="league_changed"):
     against: dict[str, tuple[int, int, int]]  # opponent -> won, drawn, lost
 
     def shown(self) -> Mapping[str, Any]:
-        return {"is_promoted": int(self.is_promoted), **_battles(self.against)}
-
-
-def _battles(results: Mapping[str, tuple[int, int, int]]) -> dict[str, dict[str, float]]:
-    """Return battles and win rates by opponent; a draw counts as half a win. Opponents without a battle are left out."""
-    counts = {name: sum(result) for name, result in results.items() if sum(result)}
-    return {
-        "battles": dict(counts),
-        "win_rate": {name: (results[name][0] + results[name][1] / 2) / count for name, count in counts.items()},
-    }
+        return {"is_promoted": int(self.is_promoted), **battle_numbers(self.against)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, dataclass_transform
 
@@ -245,6 +245,17 @@ def scalars_of(record: EventRecord) -> dict[str, float]:
     return {place + name: value for name, value in scalars(record.event).items()}
 
 
+def battle_numbers(results: Mapping[str, Sequence[int]]) -> dict[str, dict[str, float]]:
+    """Return battles and win rates by opponent, from won, drawn and lost; a draw is half a win. Leave out opponents without battles.
+
+    >>> battle_numbers({"strong": (2, 1, 1), "weak": (0, 0, 0)})
+    {'battles': {'strong': 4}, 'win_rate': {'strong': 0.625}}
+    """
+    counts = {name: sum(result) for name, result in results.items() if sum(result)}
+    rates = {name: (results[name][0] + results[name][1] / 2) / count for name, count in counts.items()}
+    return {"battles": dict(counts), "win_rate": rates}
+
+
 def _numbers(name: str, value: object) -> Iterator[tuple[str, float]]:
     if isinstance(value, dict):
         for key, item in value.items():
@@ -253,16 +264,18 @@ def _numbers(name: str, value: object) -> Iterator[tuple[str, float]]:
         yield name, value
 
 
-def read(path: Path | str, *, on_skip: Callable[[str], None] | None = None) -> Iterator[EventRecord]:
+def read(path: Path | str, *, start: int = 0, on_skip: Callable[[str], None] | None = None) -> Iterator[EventRecord]:
     """Yield the records of a log in order, header first. An unfinished last line is ignored, because the run may still be writing.
 
-    Events of a kind that no imported package defines are skipped; `on_skip` is called with each such kind.
+    `start` is an offset at which a line begins; records between the header and it are left out. Events of a kind that no imported package
+    defines are skipped; `on_skip` is called with each such kind.
     """
     with _opened(path) as file:
         header = file.readline(MAX_LINE_BYTES)
         if not header.endswith(b"\n"):
             raise EventError(f"{path} has no header: it is not an event log, or its first line is unfinished")
         yield check_header(header, path)
+        file.seek(max(start, len(header)))
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=2):
             if not line.endswith(b"\n"):
                 if len(line) < MAX_LINE_BYTES:

@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 
 from esper.files import write_file
-from esper.runs.events import MAX_LINE_BYTES, EventError
+from esper.runs.events import MAX_LINE_BYTES, EventError, battle_numbers
 
 CHUNK = 4 * 2**20  # bytes read at a time
 ROWS = 2**16  # in a block
@@ -40,7 +40,7 @@ NEWLINE = 10
 _KIND = re.compile(rb'\{"kind":"(\w+)"')
 CACHED_FROM = 4 * 2**20  # bytes of a file whose index is worth keeping
 MARK = 4096  # bytes before the end of the indexed part, by which it is recognised
-_FORMAT = 1  # of a kept index
+_FORMAT = 2  # of a kept index
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # as `events.encode` writes them
 _STAMP = frozenset({"kind", "time", "run", "rank", "env", "step"})
 
@@ -200,12 +200,12 @@ class EventIndex:
             event = self._decoder.decode(line)
             kind, self.last_time = str(event["kind"]), float(event["time"])
             rank, env, step = event.get("rank"), event.get("env"), event.get("step")
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, ValueError, AttributeError):
+            numbers = dict(_numbers(SHOWN[kind](event) if kind in SHOWN else event))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, IndexError, TypeError, ValueError, AttributeError):
             self.skipped += 1
             return
         self._lines.setdefault(kind, array("q")).append(offset)
         place = (f"rank{rank}/" if rank else "") + ("" if env is None else f"env{env}/") + kind
-        numbers = dict(_numbers(event))
         self._group(place).add_all(tuple(numbers), [(step, self.last_time, *numbers.values())])
         shape = (kind, *event, *(key for value in event.values() if isinstance(value, dict) for key in value))
         if place == kind and self._shapes.get(kind) != shape:
@@ -339,7 +339,9 @@ class _Reader(NamedTuple):
 
 
 def _reader_of(kind: str, event: dict[str, Any]) -> _Reader | None:
-    """Return a reader for events with the fields of this one; None if it has numbers inside lists or deeper."""
+    """Return a reader for events with the fields of this one; None if it has numbers inside lists or deeper, or shows others."""
+    if kind in SHOWN:
+        return None
     fields: list[tuple[str, Any]] = []
     names, paths = [], ["step", "time"]
     for number, (name, value) in enumerate(event.items()):
@@ -378,6 +380,22 @@ def _type_of(value: Any) -> Any:
         return bool
     is_number = value is None or isinstance(value, int | float) or (isinstance(value, str) and value in _NOT_FINITE)
     return float | None if is_number else None
+
+
+def _without_texts(event: dict[str, Any]) -> dict[str, Any]:
+    """Return a round of a controller without the numbers that are counted by reasons."""
+    blueprints = event.get("blueprints", {})
+    shown = {name: {key: value for key, value in count.items() if not isinstance(value, dict)} for name, count in blueprints.items()}
+    return {**event, "blueprints": shown}
+
+
+# Kinds of events whose numbers have other names than their fields: the same as `Event.shown` gives to TensorBoard.
+SHOWN: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "measured": lambda event: {event["slot"]: {name: value for name, value in event.items() if name not in _STAMP}},
+    "round_fought": lambda event: {**event, **battle_numbers(event["results"])},
+    "league_changed": lambda event: {**event, **battle_numbers(event["against"])},
+    "round_ended": _without_texts,
+}
 
 
 def _numbers(event: dict[str, Any]) -> Iterator[tuple[str, float]]:

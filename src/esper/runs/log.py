@@ -11,7 +11,9 @@ A run that is killed and resumed leaves one continuous file:
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
+import itertools
 import logging
 import os
 import threading
@@ -70,11 +72,12 @@ class EventLog:
         the header, for a run that was killed before its first checkpoint.
         """
         path = Path(path)
-        header = _cut(path, offset)
         sinks = tuple(sinks)
-        for sink in sinks:
-            if isinstance(sink, Restartable):
-                sink.restart(read(path))
+        restarted = [sink for sink in sinks if isinstance(sink, Restartable)]
+        cut = _after(path, offset) if restarted else []
+        header = _cut(path, offset)
+        for sink in restarted:
+            sink.restart(read(path), cut=cut)
         log = cls.__new__(cls)
         log._open(path, header.run, header.rank, sinks, step=step)
         log.emit(Resumed(offset=offset, esper=esper.__version__))
@@ -227,6 +230,14 @@ class EventLog:
             self.emit(SinkFailed(sink=sink, error=message))
         except EventError:  # the log is closed already
             logging.getLogger(__name__).warning("the sink %s failed after the end of the run: %s", sink, message)
+
+
+def _after(path: Path, offset: int) -> list[EventRecord]:
+    """Return the records after `offset` but the header, as far as they can be read."""
+    found: list[EventRecord] = []
+    with contextlib.suppress(EventError, OSError):
+        found.extend(itertools.islice(read(path, start=offset), 1, None))
+    return found
 
 
 def _cut(path: Path, offset: int) -> EventRecord:

@@ -3,26 +3,34 @@
 Each sink has a bounded queue and a thread (`Queued`), so a slow or failing sink neither delays nor ends the run.
 
 By default W&B writes into the run folder and sends nothing. Send it later with W&B's program: `wandb sync runs/maze-7/wandb/offline-run-*`.
+
+A resumed run goes on in the same TensorBoard folder and in the same W&B run, whose id is kept in the run folder. Events that were cut from
+the log because they were after the checkpoint happen again, and are shown once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import re
+import secrets
+import shutil
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-from esper.files import printable
+from esper.files import printable, write_file
 from esper.runs.events import EventRecord, Header, scalars_of
 from esper.runs.folder import RunError
 
 SINK_FOLDERS = ("tensorboard", "wandb")  # folders that the sinks make in a run folder
 WandbMode = Literal["offline", "online"]
 STEP = "step"  # metric of W&B's x-axis
+WANDB_ID = "esper-run-id"  # file with the id of the W&B run, in its folder
 
 
 class Sink(Protocol):
@@ -35,10 +43,10 @@ class Sink(Protocol):
 
 @runtime_checkable
 class Restartable(Protocol):
-    """A sink that shows all sessions of a run as one. When a run is resumed, it must drop the events that were cut from the log."""
+    """A sink that shows all sessions of a run as one. When a run is resumed, it must not show those twice that were cut from the log."""
 
-    def restart(self, records: Iterable[EventRecord]) -> None:
-        """Replace everything that earlier sessions wrote by these records."""
+    def restart(self, records: Iterable[EventRecord], *, cut: Iterable[EventRecord]) -> None:
+        """Show these records, which are left in the log, and nothing else of earlier sessions. `cut` are those that were cut from it."""
 
 
 class Queued:
@@ -134,7 +142,7 @@ class TensorBoardSink:
         _wait_for_a_later_name(Path(folder))
         self._writer: Any = SummaryWriter(str(folder))
 
-    def restart(self, records: Iterable[EventRecord]) -> None:
+    def restart(self, records: Iterable[EventRecord], *, cut: Iterable[EventRecord] = ()) -> None:
         """Hide everything that earlier sessions wrote, and write the records that are left in the log."""
         self._hide()
         for record in records:
@@ -172,7 +180,9 @@ def _wait_for_a_later_name(folder: Path) -> None:
 class WandbSink:
     """Writes the numbers of every event (`scalars_of`) at the step of the record into `folder`/wandb.
 
-    In mode "offline" nothing leaves this machine. A resumed run becomes a new W&B run in the same group.
+    In mode "offline" nothing leaves this machine. The id of the W&B run is kept in `folder`/wandb. When a run is resumed offline, its
+    records are written again as one W&B run of the same id, and the folder of the earlier session is removed. Online, W&B goes on with the
+    run, and records that it has already, because they were cut from the log, are left out.
     """
 
     def __init__(
@@ -196,12 +206,16 @@ class WandbSink:
         # Keep W&B silent and leave standard output alone. Offline, also keep it from inspecting the machine, which may use the network.
         settings = {"silent": True, "console": "off", "disable_git": True, "disable_code": True}
         settings |= dict.fromkeys(("x_disable_machine_info", "x_disable_meta", "x_disable_stats"), mode == "offline")
+        self._folder = Path(folder) / SINK_FOLDERS[1]
+        self._known: Counter[tuple[str, int | None]] = Counter()  # name and step of cut numbers that W&B has -> how often
         try:
+            self._id = _wandb_id(self._folder)
             self._run: Any = init(
                 dir=str(folder),
                 project=project,
+                id=self._id,
+                resume="allow" if mode == "online" else None,
                 name=run,
-                group=run,
                 mode=mode,
                 config=dict(config or {}),
                 reinit="create_new",  # leave other W&B runs of this process alone
@@ -212,13 +226,50 @@ class WandbSink:
         # Plot over our own step: W&B's step must never decrease, but an evaluation has the step of an earlier checkpoint.
         self._run.define_metric("*", step_metric=STEP)
 
+    def restart(self, records: Iterable[EventRecord], *, cut: Iterable[EventRecord] = ()) -> None:
+        """Go on with the W&B run of earlier sessions if W&B has it; otherwise write the records that are left in the log."""
+        if self._run.resumed:
+            self._known.update((name, record.step) for record in cut for name in scalars_of(record))
+            return
+        for record in records:
+            self._write_scalars(record)
+        self._remove_earlier()
+
     def write(self, record: EventRecord) -> None:
+        if isinstance(record.event, Header):
+            self._remove_earlier()  # the log begins anew
+        self._write_scalars(record)
+
+    def _write_scalars(self, record: EventRecord) -> None:
         values = scalars_of(record)
+        for name in [name for name in values if self._known[name, record.step] > 0]:
+            self._known[name, record.step] -= 1
+            del values[name]
         if values:
             self._run.log({STEP: record.step, **values})
 
+    def _remove_earlier(self) -> None:
+        """Remove what earlier sessions kept offline; this one has written it again."""
+        own = Path(self._run.dir).parent.name
+        for earlier in self._folder.glob(f"offline-run-*-{self._id}"):
+            if earlier.name != own and not earlier.is_symlink():
+                shutil.rmtree(earlier, ignore_errors=True)
+
     def close(self) -> None:
         self._run.finish()
+
+
+def _wandb_id(folder: Path) -> str:
+    """Return the id of the W&B run that is kept in its folder; a new one if there is none."""
+    path = folder / WANDB_ID
+    with contextlib.suppress(FileNotFoundError):
+        kept = path.read_text(encoding="utf-8", errors="replace").strip()
+        if re.fullmatch(r"[0-9a-z]{1,64}", kept):
+            return kept
+    made = secrets.token_hex(8)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_file(path, f"{made}\n".encode())
+    return made
 
 
 def check_installed(*, tensorboard: bool, wandb: WandbMode | None) -> None:
