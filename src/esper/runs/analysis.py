@@ -341,18 +341,19 @@ def read_analysis(folder: Path | str) -> Analysis | None:
 
 BLUEPRINT_HEADING = (
     "blueprint", "tried", "kept", "pruned", "rolled back", "refused", "cost of removal", "cells", "parameters", "FLOPs",
-    "per 1,000 parameters",
+    "per 1,000",
 )  # fmt: skip
-SEED_HEADING = ("seed", "blueprint", "outcome", "Shapley value", "if removed now", "alone", "parameters", "per 1,000 parameters")
+SEED_HEADING = ("seed", "blueprint", "outcome", "Shapley value", "if removed now", "alone", "parameters", "per 1,000")
 
 ABOUT_BLUEPRINTS = (
     "Cost of removal: increase of the validation loss if the seed were removed, as measured last; mean over cells with its 95 % interval. "
     "A cell is a run, or a task and host of a controller's training. Refused: actions that a gate refused. Parameters and FLOPs are means "
-    "of one seed."
+    "of one seed; the last column is the cost of removal per 1,000 parameters."
 )
 ABOUT_SHAPLEY = (
     "The Shapley value of a seed is its mean gain over all orders in which the seeds could be added; the values sum to the gain of all "
-    "seeds. Intervals are over validation batches. For a metric, gain means its increase."
+    "seeds. The last column is the value per 1,000 parameters. Intervals are over validation batches. For a metric, gain means its "
+    "increase."
 )
 ABOUT_PAIRS = "Interaction of two seeds: + if they help each other, − if they do the same work. A star marks intervals without 0."
 
@@ -463,6 +464,7 @@ def analysis_section(found: Analysis) -> str:
         ]
         if measure.pairs:
             names = [seed.name for seed in found.seeds]
+            parts.append(note(f"Interaction of pairs, {measure.name}:"))
             parts.append(table(("interaction", *names), pair_matrix(found, measure), numbers=range(1, len(names) + 1)))
     parts += [note(text) for text in (ABOUT_SHAPLEY, *([ABOUT_PAIRS] if len(found.seeds) > 1 else []), how_measured(found))]
     return section("Shapley values of the seeds", *parts)
