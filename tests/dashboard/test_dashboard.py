@@ -638,6 +638,8 @@ def test_the_growth_page_shows_the_worth_of_seeds_and_their_names_are_only_names
         texts = "return [...document.querySelectorAll('[data-shapley] text:last-of-type')].map((item) => item.textContent)"
         assert page.driver.execute_script(texts) == ["+0.5 ±0.1", "−0.1"]
         assert page.texts("[data-measure] td") == [NASTY, "", "−0.25*", "__proto__", "−0.25*", ""]
+        page.driver.execute_script("document.querySelector('[data-blueprints]').scrollIntoView()")
+        page.settle()
         keep(page, "analysis")
         (runs / "grown" / ANALYSIS).write_text("{")
         page.wait(lambda: "cannot be read" in page.text("[data-analysis]"), "a damaged file is not explained")
