@@ -88,7 +88,7 @@ def test_a_wrong_shape_is_named_with_the_right_one(tmp_path: Path, battle: Battl
 
 @pytest.mark.parametrize("name", LAYOUT)
 def test_a_wrong_type_is_named(tmp_path: Path, battle: Battle, name: str) -> None:
-    with pytest.raises(ReplayError, match=rf"{name} is of torch\.float64, not torch\."):
+    with pytest.raises(ReplayError, match=rf"{name} is of float64, not (float32|u?int\d+)"):
         write_replay(tmp_path / "a.safetensors", {**battle[0], name: battle[0][name].double()}, battle[1])
 
 
@@ -97,7 +97,7 @@ def test_a_wrong_type_is_named(tmp_path: Path, battle: Battle, name: str) -> Non
 )
 def test_tensors_that_do_not_fit_together_are_refused(tmp_path: Path, battle: Battle, name: str, length: int) -> None:
     shape = (length, *battle[0].get(name, torch.zeros(0, 4)).shape[1:])
-    tensors = {**battle[0], name: torch.zeros(shape, dtype=LAYOUT[name][1] if name in LAYOUT else torch.float32)}
+    tensors = {**battle[0], name: torch.zeros(shape, dtype=getattr(torch, LAYOUT[name][1] if name in LAYOUT else "float32"))}
     with pytest.raises(ReplayError, match=f"{name} has the shape"):
         write_replay(tmp_path / "a.safetensors", tensors, battle[1])
 

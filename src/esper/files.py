@@ -27,11 +27,13 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
 import stat
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -273,3 +275,87 @@ def without_digest(values: dict[str, Any], *, is_required: bool) -> dict[str, An
     if values[DIGEST] != digest_of(rest):
         raise FileError(f"its {DIGEST} is not that of its content")
     return rest
+
+
+# Safetensors files: 8 bytes with the length of the header, the header as JSON, and the bytes of the tensors. Read here without torch.
+
+TENSORS_FORMAT_KEY, TENSORS_FORMAT = "esper", 2  # version of the digest's rules; higher ones are refused
+MAX_FILE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # memory of this machine
+MAX_DIMENSIONS = 32
+MAX_ELEMENTS = 2**48  # of one tensor; a dimension of size 0 counts as 1, so the shapes of empty tensors are limited too
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)  # raised by damaged content
+_METADATA = "__metadata__"  # key of the metadata in the header, as safetensors defines it
+_LENGTH = 8
+
+
+class NotTensorsError(FileError):
+    """The file is not a safetensors file."""
+
+
+def split_safetensors(content: bytes) -> tuple[dict[str, Any], dict[str, str], memoryview]:
+    """Return the entries of the tensors in the header, the metadata, and the bytes after the header. Checks nothing else."""
+    length = int.from_bytes(content[:_LENGTH], "little")
+    if length > len(content) - _LENGTH:
+        raise ValueError(f"it has {len(content)} bytes, but its header alone should have {length}")
+    header: dict[str, Any] = parse_json(content[_LENGTH : _LENGTH + length])
+    if not isinstance(header, dict):
+        raise TypeError("its header is not a table")
+    return header, header.pop(_METADATA, {}), memoryview(content)[_LENGTH + length :]
+
+
+def safetensors_header(header: dict[str, Any], metadata: Mapping[str, str]) -> bytes:
+    """Return the bytes before the data of a safetensors file."""
+    encoded = _to_json({_METADATA: metadata, **header})
+    encoded += b" " * (-len(encoded) % _LENGTH)  # pad, so that the data start at a multiple of 8 bytes
+    return len(encoded).to_bytes(_LENGTH, "little") + encoded
+
+
+def check_safetensors(content: bytes, source: Path | str) -> tuple[dict[str, Any], dict[str, str], memoryview]:
+    """Split a safetensors file, and check its shapes and its digest. Raise FileError if it is damaged; `source` names it in errors."""
+    try:
+        header, metadata, data = split_safetensors(content)
+        problem = _absurd_shape(header) or _wrong_digest(header, metadata, data)
+    except UNREADABLE as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise NotTensorsError(f"{source} cannot be read as a safetensors file ({reason})") from error
+    if problem is not None:
+        raise FileError(f"{source} {problem}")
+    return header, metadata, data
+
+
+def _wrong_digest(header: dict[str, Any], metadata: dict[str, str], data: memoryview) -> str | None:
+    """Check the digest. Return what is wrong with the file; None if nothing is."""
+    if TENSORS_FORMAT_KEY not in metadata and DIGEST not in metadata:
+        return None  # written by another program, or by an esper without digests
+    if TENSORS_FORMAT_KEY not in metadata or DIGEST not in metadata:
+        return "is damaged: a part of its metadata is missing"
+    found = metadata[TENSORS_FORMAT_KEY]
+    if found.isdecimal() and int(found) > TENSORS_FORMAT:
+        return f"was written by a newer esper: its format is {found}, this one reads up to {TENSORS_FORMAT}; update esper"
+    entries = {name: value for name, value in metadata.items() if name != DIGEST}
+    return None if metadata[DIGEST] == digest_of_tensors(header, entries, data) else f"is damaged: its {DIGEST} is not that of its content"
+
+
+def _absurd_shape(header: dict[str, Any]) -> str | None:
+    """Return what is wrong with the first shape that is too large to be real; None if there is none."""
+    for name, entry in header.items():
+        shape = entry["shape"]
+        if len(shape) > MAX_DIMENSIONS:
+            return f"is damaged: {name} has {len(shape)} dimensions, but at most {MAX_DIMENSIONS} are possible"
+        if math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
+            return f"is damaged: {name} has the shape {shape}, but at most {MAX_ELEMENTS:,} elements are possible"
+    return None
+
+
+def digest_of_tensors(header: dict[str, Any], metadata: Mapping[str, str], data: memoryview) -> str:
+    """Return the sha256 of metadata, names, types, shapes and bytes. It does not depend on the order of tensors in the file."""
+    digest = hashlib.sha256(_to_json(sorted(metadata.items())))
+    for name in sorted(header):
+        start, end = header[name]["data_offsets"]
+        digest.update(_to_json([name, header[name]["dtype"], header[name]["shape"], end - start]))
+        digest.update(data[start:end])
+    return digest.hexdigest()
+
+
+def _to_json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

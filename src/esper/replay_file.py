@@ -4,6 +4,8 @@ A replay is a safetensors file with `ReplayInfo` as JSON in its metadata, so rea
 everything; replays of early versions have none and are read without the check. `LAYOUT` lists the required tensors. A file may hold more:
 further actions under `actions/`, and the fields of the battle's state under `keyframes/`.
 
+Only `write_replay` and `read_replay` import torch. Pages that list and play replays use `read_head` and `drawn_part`.
+
 Shapes: F = frames (frame 0 is the start, frame f the state after decision f), A = F - 1 decisions, U = units (team 0 is the first half),
 P = projectile slots, Q = cloud slots, S = side of the map, C = columns of `info.unit_columns`, N = destroyed terrain columns,
 K = keyframes.
@@ -11,23 +13,38 @@ K = keyframes.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import torch
-from torch import Tensor
 
 import esper
-from esper.files import FileError, parse_json, reason_of
-from esper.runs import read_tensors, write_tensors
+from esper.files import (
+    MAX_FILE_BYTES,
+    UNREADABLE,
+    FileError,
+    check_safetensors,
+    open_file,
+    parse_json,
+    read_file,
+    reason_of,
+    safetensors_header,
+    split_safetensors,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMAT_VERSION = 1  # format of the file; others are refused
 SUFFIX = ".safetensors"
 INFO = "info"  # key of the `ReplayInfo` in the metadata
+FOLDER = "replays"  # of a run
+MAX_HEADER_BYTES = 2**24  # of a file whose header is read alone
 KEYFRAMES = "keyframes/"
 ACTIONS = "actions/"
 
@@ -38,24 +55,27 @@ UNIT_COLUMNS = (
 )
 
 Dimensions = tuple[str | int, ...]
-LAYOUT: dict[str, tuple[Dimensions, torch.dtype]] = {
-    "terrain/height": (("S", "S"), torch.float32),
-    "terrain/material": (("S", "S"), torch.int8),
-    "terrain/changes": (("N", 3), torch.int32),  # frame, i, j: from this frame on, the column (i, j) is open ground of height 0
-    "frames/units": (("F", "U", "C"), torch.float32),
+LAYOUT: dict[str, tuple[Dimensions, str]] = {
+    "terrain/height": (("S", "S"), "float32"),
+    "terrain/material": (("S", "S"), "int8"),
+    "terrain/changes": (("N", 3), "int32"),  # frame, i, j: from this frame on, the column (i, j) is open ground of height 0
+    "frames/units": (("F", "U", "C"), "float32"),
     # is alive (0 or 1), kind (index into `info.weapons`), x, y, z; every unit has P / U slots, in the order of the units
-    "frames/projectiles": (("F", "P", 5), torch.float32),
-    "frames/clouds": (("F", "Q", 4), torch.float32),  # smoke: x, y, z, seconds left (0: no cloud)
-    "frames/shots": (("F", "U", 2), torch.int8),  # fired in the decision before the frame: weapon or -1, target unit or -1
-    "frames/sensed": (("F", "U", "U"), torch.uint8),  # [f, u, v]: how unit u perceives unit v: 0 not, 1 sensed, 2 seen (line of sight)
-    "frames/score": (("F", 2), torch.float32),  # seconds that each team has held the zone
-    "frames/holder": (("F",), torch.int8),  # team that holds the zone, or -1
-    "actions/motion": (("A", "U", 4), torch.float32),  # forward, strafe (to the right), yaw (to the left), jets; in [-1, 1]
-    "actions/fire": (("A", "U"), torch.int8),  # 0 none, otherwise 1 + index into `info.weapons`
-    "actions/target": (("A", "U"), torch.int8),  # unit or -1
-    "actions/vent": (("A", "U"), torch.int8),  # 0 or 1
-    "keyframes/at": (("K",), torch.int64),  # the frame of each keyframe
+    "frames/projectiles": (("F", "P", 5), "float32"),
+    "frames/clouds": (("F", "Q", 4), "float32"),  # smoke: x, y, z, seconds left (0: no cloud)
+    "frames/shots": (("F", "U", 2), "int8"),  # fired in the decision before the frame: weapon or -1, target unit or -1
+    "frames/sensed": (("F", "U", "U"), "uint8"),  # [f, u, v]: how unit u perceives unit v: 0 not, 1 sensed, 2 seen (line of sight)
+    "frames/score": (("F", 2), "float32"),  # seconds that each team has held the zone
+    "frames/holder": (("F",), "int8"),  # team that holds the zone, or -1
+    "actions/motion": (("A", "U", 4), "float32"),  # forward, strafe (to the right), yaw (to the left), jets; in [-1, 1]
+    "actions/fire": (("A", "U"), "int8"),  # 0 none, otherwise 1 + index into `info.weapons`
+    "actions/target": (("A", "U"), "int8"),  # unit or -1
+    "actions/vent": (("A", "U"), "int8"),  # 0 or 1
+    "keyframes/at": (("K",), "int64"),  # the frame of each keyframe
 }
+
+_TYPES = {"F32": "float32", "I8": "int8", "I32": "int32", "U8": "uint8", "I64": "int64"}  # name in a safetensors file -> in torch
+Shaped = tuple[tuple[int, ...], str]  # shape and type of a tensor
 
 # Tensors that a player on a web page reads; the others are needed only to compute the battle again.
 DRAWN = tuple(name for name in LAYOUT if not name.startswith(KEYFRAMES))
@@ -139,10 +159,20 @@ class ReplayFile:
         return len(self.tensors["frames/units"])
 
 
+class ReplayHead(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts of a battle that a list of replays shows."""
+
+    teams: tuple[str, str]
+    winner: int | None  # team; None: a draw
+    seconds: float  # length of the battle
+
+
 def write_replay(path: Path | str, tensors: Mapping[str, Tensor], info: ReplayInfo) -> Path:
     """Write a replay atomically, replacing an older file, and return its path. Everything is checked before anything is written."""
+    from esper.runs import write_tensors
+
     path = Path(path)
-    problems = _problems(tensors, info)
+    problems = _problems(_shapes(tensors), info)
     if problems:
         raise ReplayError(f"{path} cannot be written: {'; '.join(problems)}; give the tensors that esper.replay_file.LAYOUT lists")
     write_tensors(path, tensors, {INFO: msgspec.json.encode(info).decode()})
@@ -151,9 +181,60 @@ def write_replay(path: Path | str, tensors: Mapping[str, Tensor], info: ReplayIn
 
 def read_replay(path: Path | str) -> ReplayFile:
     """Read a replay, with tensors on the CPU. The result has all tensors of `LAYOUT`, in the right shapes."""
+    from esper.runs import read_tensors
+
     path = Path(path)
-    try:
+    with _read_errors(path):
         tensors, metadata = read_tensors(path)
+    info = _read_info(path, metadata)
+    _check_complete(path, _shapes(tensors), info)
+    return ReplayFile(info, tensors)
+
+
+def read_head(path: Path | str) -> ReplayHead:
+    """Read who fought, who won and how long it took. Reads the header of the file alone, so damage of the tensors is not found."""
+    path = Path(path)
+    with _read_errors(path), open_file(path) as file:
+        length = file.read(8)
+        size = int.from_bytes(length, "little")
+        if size > MAX_HEADER_BYTES:
+            raise FileError(f"{path} cannot be read as a safetensors file (its header should have {size:,} bytes)")
+        try:
+            header, metadata, _ = split_safetensors(length + file.read(size))
+            info, frames = _read_info(path, metadata), int(header["frames/units"]["shape"][0])
+        except ReplayError:
+            raise
+        except UNREADABLE as error:
+            raise FileError(f"{path} cannot be read as a safetensors file ({type(error).__name__}: {error})") from error
+    return ReplayHead(teams=info.teams, winner=info.winner, seconds=max(frames - 1, 0) * info.decision_s)
+
+
+def drawn_part(path: Path | str) -> bytes:
+    """Read and check a replay, and return a file in the same format with only the tensors that are drawn."""
+    path = Path(path)
+    with _read_errors(path):
+        found, metadata, content = check_safetensors(read_file(path, max_bytes=MAX_FILE_BYTES), path)
+    info = _read_info(path, metadata)
+    shapes = {name: (tuple(entry["shape"]), _TYPES.get(entry["dtype"], entry["dtype"])) for name, entry in found.items()}
+    _check_complete(path, shapes, info)
+    header, data, end = {}, [], 0
+    width = {name: int(found[name]["dtype"][1:]) // 8 for name in DRAWN}  # bytes of one number
+    for name in sorted(DRAWN, key=lambda name: -width[name]):  # wider numbers first, so that all begin at multiples of their size
+        first, last = found[name]["data_offsets"]
+        part = content[first:last]
+        if len(part) != width[name] * math.prod(found[name]["shape"]):
+            raise ReplayError(f"{path} is damaged: {name} has {len(part)} bytes; copy it whole, or record the battle again")
+        start, end = end, end + len(part)
+        header[name] = {**found[name], "data_offsets": [start, end]}
+        data.append(part)
+    return b"".join((safetensors_header(header, {INFO: msgspec.json.encode(info).decode()}), *data))
+
+
+@contextlib.contextmanager
+def _read_errors(path: Path) -> Iterator[None]:
+    """Turn errors of reading a file into a ReplayError that says what to do."""
+    try:
+        yield
     except (FileNotFoundError, IsADirectoryError) as error:
         target = f"is a link to {os.readlink(path)}, which does not exist" if path.is_symlink() else "does not exist"
         what = "is a folder" if isinstance(error, IsADirectoryError) else target
@@ -162,17 +243,19 @@ def read_replay(path: Path | str) -> ReplayFile:
         raise ReplayError(f"{error}; give a replay that esper arena wrote, and copy it whole") from error
     except OSError as error:
         raise ReplayError(f"the replay cannot be read: {reason_of(error)}") from error
-    info = _read_info(path, metadata)
-    problems = _problems(tensors, info)
-    if problems:
-        raise ReplayError(f"{path} is not a complete replay: {'; '.join(problems)}; record the battle again")
-    return ReplayFile(info, tensors)
 
 
-def find_replays(folder: Path | str) -> list[Path]:
-    """Return the replays of a run, newest first. The list may contain unreadable files and broken links."""
-    found = [path for path in (Path(folder) / "replays").glob(f"*{SUFFIX}") if not path.name.startswith(".")]
-    return sorted(found, key=lambda path: (_time_of(path), path.name), reverse=True)
+def find_replays(folder: Path | str, *, follow_links: bool = True) -> list[Path]:
+    """Return the replays of a run, newest first. The list may contain unreadable files and broken links.
+
+    Without `follow_links` there are no links in it, which may lead out of the folder.
+    """
+    place = Path(folder) / FOLDER
+    if place.is_symlink() and not follow_links:
+        return []
+    found = [path for path in place.glob(f"*{SUFFIX}") if not path.name.startswith(".")]
+    kept = [path for path in found if follow_links or (path.is_file() and not path.is_symlink())]
+    return sorted(kept, key=lambda path: (_time_of(path), path.name), reverse=True)
 
 
 def _time_of(path: Path) -> int:
@@ -199,7 +282,17 @@ def _read_info(path: Path, metadata: Mapping[str, str]) -> ReplayInfo:
     )
 
 
-def _problems(tensors: Mapping[str, Tensor], info: ReplayInfo) -> list[str]:
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shaped]:
+    return {name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()}
+
+
+def _check_complete(path: Path, shapes: Mapping[str, Shaped], info: ReplayInfo) -> None:
+    problems = _problems(shapes, info)
+    if problems:
+        raise ReplayError(f"{path} is not a complete replay: {'; '.join(problems)}; record the battle again")
+
+
+def _problems(tensors: Mapping[str, Shaped], info: ReplayInfo) -> list[str]:
     """Return everything that is missing, has a wrong type, or has a shape that does not agree with the others."""
     found = [f"{name} is missing" for name in LAYOUT if name not in tensors]
     missing = [name for name in UNIT_COLUMNS if name not in info.unit_columns]
@@ -212,15 +305,15 @@ def _problems(tensors: Mapping[str, Tensor], info: ReplayInfo) -> list[str]:
         found.append(f"there are {info.units} units, which are not two teams of the same size")
     if found:
         return found
-    frames = len(tensors["frames/units"]) if tensors["frames/units"].ndim else 0
+    frames = (tensors["frames/units"][0] or (0,))[0]
     sizes = {"F": frames, "A": frames - 1, "U": info.units, "S": info.size, "C": len(info.unit_columns)}
     for name, (dimensions, dtype) in LAYOUT.items():
         found += _misfit(name, tensors[name], dimensions, dtype, sizes)
-    for name, tensor in tensors.items():
-        if name.startswith(ACTIONS) and name not in LAYOUT and tuple(tensor.shape[:2]) != (frames - 1, info.units):
-            found.append(f"{name} has the shape {_text(tensor.shape)}, not [{frames - 1}, {info.units}, ...]")
-        if name.startswith(KEYFRAMES) and name not in LAYOUT and tuple(tensor.shape[:1]) != (sizes.get("K"),):
-            found.append(f"{name} has the shape {_text(tensor.shape)}, not [{sizes.get('K')}, ...]")
+    for name, (shape, _) in tensors.items():
+        if name.startswith(ACTIONS) and name not in LAYOUT and shape[:2] != (frames - 1, info.units):
+            found.append(f"{name} has the shape {list(shape)}, not [{frames - 1}, {info.units}, ...]")
+        if name.startswith(KEYFRAMES) and name not in LAYOUT and shape[:1] != (sizes.get("K"),):
+            found.append(f"{name} has the shape {list(shape)}, not [{sizes.get('K')}, ...]")
     return found or [
         f"the feed item {item.kind!r} is at frame {item.frame}, but there are {frames} frames"
         for item in info.feed
@@ -228,21 +321,18 @@ def _problems(tensors: Mapping[str, Tensor], info: ReplayInfo) -> list[str]:
     ]
 
 
-def _misfit(name: str, tensor: Tensor, dimensions: Dimensions, dtype: torch.dtype, sizes: dict[str, int]) -> list[str]:
+def _misfit(name: str, tensor: Shaped, dimensions: Dimensions, wanted_type: str, sizes: dict[str, int]) -> list[str]:
     """Return what is wrong with one tensor. The first tensor with a free dimension (N, P, Q, K) sets its size in `sizes`."""
-    if tensor.ndim == len(dimensions):
-        for dimension, size in zip(dimensions, tensor.shape, strict=True):
+    shape, dtype = tensor
+    if len(shape) == len(dimensions):
+        for dimension, size in zip(dimensions, shape, strict=True):
             if isinstance(dimension, str):
                 sizes.setdefault(dimension, size)
     wanted = [dimension if isinstance(dimension, int) else sizes.get(dimension) for dimension in dimensions]  # None: not known yet
     found = []
-    if list(tensor.shape) != wanted or (dimensions[0] == "F" and not len(tensor)):
+    if list(shape) != wanted or (dimensions[0] == "F" and not shape[0]):
         named = ", ".join(str(dimension) if size is None else str(size) for dimension, size in zip(dimensions, wanted, strict=True))
-        found.append(f"{name} has the shape {_text(tensor.shape)}, not [{named}] ({', '.join(map(str, dimensions))})")
-    if tensor.dtype != dtype:
-        found.append(f"{name} is of {tensor.dtype}, not {dtype}")
+        found.append(f"{name} has the shape {list(shape)}, not [{named}] ({', '.join(map(str, dimensions))})")
+    if dtype != wanted_type:
+        found.append(f"{name} is of {dtype}, not {wanted_type}")
     return found
-
-
-def _text(shape: Sequence[int]) -> str:
-    return str(list(shape))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from esper.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from esper.files import NotTensorsError as NotTensorsError
     from esper.runs.catalog import Run as Run, Summary as Summary, find_runs as find_runs, open_run as open_run
     from esper.runs.checkpoints import (
         Checkpoint as Checkpoint,
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
         write_table as write_table,
     )
     from esper.runs.tensors import (
-        NotTensorsError as NotTensorsError,
         Tree as Tree,
         read_state_file as read_state_file,
         read_tensors as read_tensors,

@@ -20,10 +20,8 @@ program or from an early esper and is read without a check. A file with only one
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.files import DIGEST, FileError, parse_json, read_file, write_file
+from esper.files import (
+    DIGEST,
+    MAX_FILE_BYTES,
+    TENSORS_FORMAT,
+    TENSORS_FORMAT_KEY,
+    UNREADABLE,
+    FileError,
+    NotTensorsError,
+    check_safetensors,
+    digest_of_tensors,
+    parse_json,
+    read_file,
+    safetensors_header,
+    split_safetensors,
+    write_file,
+)
 
 Tree = Any  # not typed further: leaves have many types, and the caller knows which
 
@@ -147,18 +160,7 @@ def _place(path: tuple[object, ...]) -> str:
 
 # Safetensors files
 
-FORMAT_KEY, FORMAT = "esper", 2  # version of the digest's rules; higher ones are refused
-_OURS = ("format", FORMAT_KEY, DIGEST)  # metadata entries that esper writes itself
-_METADATA = "__metadata__"  # key of the metadata in the header, as safetensors defines it
-MAX_FILE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # memory of this machine
-MAX_DIMENSIONS = 32
-MAX_ELEMENTS = 2**48  # of one tensor; a dimension of size 0 counts as 1, so the shapes of empty tensors are limited too
-_LENGTH = 8  # a file starts with the length of its header, in this many bytes
-_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
-
-
-class NotTensorsError(FileError):
-    """The file is not a safetensors file."""
+_OURS = ("format", TENSORS_FORMAT_KEY, DIGEST)  # metadata entries that esper writes itself
 
 
 def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -185,7 +187,7 @@ def read_state_file(path: Path | str) -> tuple[str, int, Tree]:
     tensors, metadata = read_tensors(path)
     try:
         return metadata["kind"], int(metadata["schema"]), join(parse_json(metadata["state"]), tensors)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise FileError(f"{path} is a safetensors file that holds no state of esper ({type(error).__name__}: {error})") from error
 
 
@@ -202,11 +204,9 @@ def encode_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | 
     except (SafetensorError, KeyError) as error:
         raise ValueError(f"the tensors cannot be written to a safetensors file: {error}") from error
     # Write the header again: safetensors writes metadata entries in varying order, so equal content would give different bytes.
-    header, data = _header_and_data(content)
-    entries = {**(metadata or {}), "format": "pt", FORMAT_KEY: str(FORMAT)}
-    encoded = _to_json({_METADATA: {**entries, DIGEST: _digest(header, entries, data)}, **header})
-    encoded += b" " * (-len(encoded) % _LENGTH)  # pad, so that the data start at a multiple of 8 bytes
-    return len(encoded).to_bytes(_LENGTH, "little") + encoded, data
+    header, _, data = split_safetensors(content)
+    entries = {**(metadata or {}), "format": "pt", TENSORS_FORMAT_KEY: str(TENSORS_FORMAT)}
+    return safetensors_header(header, {**entries, DIGEST: digest_of_tensors(header, entries, data)}), data
 
 
 def decode_tensors(content: bytes, source: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -214,42 +214,13 @@ def decode_tensors(content: bytes, source: Path | str) -> tuple[dict[str, Tensor
     from safetensors import SafetensorError
     from safetensors.torch import load
 
+    _, metadata, _ = check_safetensors(content, source)
     try:
-        header, data = _header_and_data(content)
-        metadata: dict[str, str] = header.pop(_METADATA, {})
-        problem = _absurd_shape(header) or _problem(header, metadata, data)
-        if problem is None:
-            # Clone into memory allocated by torch, which is aligned and resizable like that of any other tensor.
-            tensors = {name: tensor.clone() for name, tensor in load(content).items()}
-    except (SafetensorError, *_UNREADABLE) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise NotTensorsError(f"{source} cannot be read as a safetensors file ({reason})") from error
-    if problem is not None:
-        raise FileError(f"{source} {problem}")
+        # Clone into memory allocated by torch, which is aligned and resizable like that of any other tensor.
+        tensors = {name: tensor.clone() for name, tensor in load(content).items()}
+    except (SafetensorError, *UNREADABLE) as error:
+        raise NotTensorsError(f"{source} cannot be read as a safetensors file ({' '.join(str(error).split())})") from error
     return tensors, {name: value for name, value in metadata.items() if name not in _OURS}
-
-
-def _problem(header: dict[str, Any], metadata: dict[str, str], data: memoryview) -> str | None:
-    """Check the digest. Return what is wrong with the file; None if nothing is."""
-    if FORMAT_KEY not in metadata and DIGEST not in metadata:
-        return None  # written by another program, or by an esper without digests
-    if FORMAT_KEY not in metadata or DIGEST not in metadata:
-        return "is damaged: a part of its metadata is missing"
-    if metadata[FORMAT_KEY].isdecimal() and int(metadata[FORMAT_KEY]) > FORMAT:
-        return f"was written by a newer esper: its format is {metadata[FORMAT_KEY]}, this one reads up to {FORMAT}; update esper"
-    entries = {name: value for name, value in metadata.items() if name != DIGEST}
-    return None if metadata[DIGEST] == _digest(header, entries, data) else f"is damaged: its {DIGEST} is not that of its content"
-
-
-def _absurd_shape(header: dict[str, Any]) -> str | None:
-    """Return what is wrong with the first shape that is too large to be real; None if there is none."""
-    for name, entry in header.items():
-        shape = entry["shape"]
-        if len(shape) > MAX_DIMENSIONS:
-            return f"is damaged: {name} has {len(shape)} dimensions, but at most {MAX_DIMENSIONS} are possible"
-        if math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
-            return f"is damaged: {name} has the shape {shape}, but at most {MAX_ELEMENTS:,} elements are possible"
-    return None
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -262,28 +233,3 @@ def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         plain[name] = own.clone(memory_format=torch.contiguous_format) if memory in memories else own
         memories.add(memory)
     return plain
-
-
-def _header_and_data(content: bytes) -> tuple[dict[str, Any], memoryview]:
-    """Return the parsed header of a safetensors file, and the bytes after it."""
-    length = int.from_bytes(content[:_LENGTH], "little")
-    if length > len(content) - _LENGTH:
-        raise ValueError(f"it has {len(content)} bytes, but its header alone should have {length}")
-    header: dict[str, Any] = parse_json(content[_LENGTH : _LENGTH + length])
-    if not isinstance(header, dict):
-        raise TypeError("its header is not a table")
-    return header, memoryview(content)[_LENGTH + length :]
-
-
-def _digest(header: dict[str, Any], metadata: Mapping[str, str], data: memoryview) -> str:
-    """Return the sha256 of metadata, names, types, shapes and bytes. It does not depend on the order of tensors in the file."""
-    digest = hashlib.sha256(_to_json(sorted(metadata.items())))
-    for name in sorted(header):
-        start, end = header[name]["data_offsets"]
-        digest.update(_to_json([name, header[name]["dtype"], header[name]["shape"], end - start]))
-        digest.update(data[start:end])
-    return digest.hexdigest()
-
-
-def _to_json(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from esper.files import FileError, reason_of
+from esper.files import FileError, NotTensorsError, reason_of
 from esper.growth.config import GrowthError
 from esper.growth.host.isolation import is_compiled, unwrap
 from esper.growth.host.layout import Place
@@ -22,7 +22,7 @@ from esper.growth.host.slotted import AveragedModel, Slotted, check_has_no_slots
 from esper.growth.host.state_dict import attach, build_seed, specs_in
 from esper.growth.seeds.seed import SPEC_KEYS, Seed, SeedSpec
 from esper.runs.checkpoints import plain_names
-from esper.runs.tensors import NotTensorsError, read_tensors, write_tensors
+from esper.runs.tensors import read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from esper.growth.grower import Grower
