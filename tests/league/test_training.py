@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import os
 import resource
 import sys
 import weakref
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from esper.arena.replay import verify
 from esper.league import training
 from esper.league.config import ArenaTrainConfig
 from esper.league.events import LeagueChanged, RoundFought
@@ -26,9 +28,10 @@ from esper.league.matches import MatchArena, seed_of_unseen_maps
 from esper.league.store import FOLDER, LeagueStore
 from esper.league.training import load_player, play_against_bot, prepare_arena, train_arena
 from esper.parallel import Ranks
+from esper.replay_file import find_replays, read_replay
 from esper.rl.checkpoints import open_store
 from esper.rl.events import Update
-from esper.rl.run_setup import CheckpointEvaluated, RunEnded, RunStarted
+from esper.rl.run_setup import CheckpointEvaluated, Evaluated, RunEnded, RunStarted
 from esper.runs import Event, Resumed, read
 from esper.runs.folder import EVENTS, RunError
 from esper.runs.tensors import split
@@ -318,3 +321,36 @@ def test_the_memory_benchmark_reports_held_memory_and_its_growth(
     assert 2**26 < first < 2**33, "torch alone takes more than 64 MiB"
     assert last.pop("resident_bytes_per_update") == pytest.approx((second - first) / 2)
     assert last == {"device": "cpu", "updates": 4, "battles": 8}
+
+
+# Replays of evaluations
+
+
+@pytest.mark.slow
+def test_recording_evaluations_changes_neither_their_results_nor_the_training(tmp_path: Path) -> None:
+    for name, count in (("recorded", 2), ("plain", 0)):
+        train_arena(config_for(checkpoint_every=1, eval_battles=4, eval_replays=count), tmp_path / name)
+    assert_same_run(tmp_path / "recorded", tmp_path / "plain")
+    scores = [
+        [msgspec.json.encode(record.event) for record in read(folder / EVENTS) if isinstance(record.event, CheckpointEvaluated | Evaluated)]
+        for folder in (tmp_path / "recorded", tmp_path / "plain")
+    ]
+    assert scores[0] == scores[1]
+    assert len(scores[0]) == UPDATES + 1
+    assert not (tmp_path / "plain" / "replays").exists()
+
+
+@pytest.mark.slow
+def test_the_newest_evaluation_battles_are_kept_and_can_be_verified(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    own = folder / "replays" / "own.safetensors"
+    own.parent.mkdir(parents=True)
+    own.write_bytes(b"not recorded by an evaluation")
+    os.utime(own, (0, 0))
+    train_arena(config_for(checkpoint_every=1, eval_replays=2), folder)
+    newest, before, oldest = find_replays(folder)
+    assert (before.stem, oldest) == (f"evaluation-step-{UPDATES * STEPS * ROWS}", own)
+    assert newest.stem.startswith("evaluation-best-step-")
+    replay = read_replay(before)
+    assert replay.info.teams == (f"step-{UPDATES * STEPS * ROWS}", "random")
+    assert verify(before).ok

@@ -83,8 +83,8 @@ One policy drives every unit of its side. In --bot-share of the battles it fight
 league, drawn by how hard they are, and in the others itself, where both sides learn. Sides are swapped from battle to battle. Every
 --enter-every updates it sends a copy of itself to the league, which stays if it beats the best one there: if the lower end of the 95 %
 interval of its score, on maps that nobody has seen, is at least --promote-at. At checkpoints it fights --eval-battles against
---eval-against, which tell the best of them. A step is one decision of one unit that learns, whether it lives or not. Ctrl-C stops after
-the update, with a checkpoint.
+--eval-against, which tell the best of them; one battle of each evaluation is recorded, and esper watch plays the newest one. A step is
+one decision of one unit that learns, whether it lives or not. Ctrl-C stops after the update, with a checkpoint.
 
 Values come from the defaults, then from --config FILE.toml, then from the command line. The path of an option may be left out where its
 last name is unique: --battles for --arena.battles, --learning-rate for --ppo.learning-rate; --size is that of the map, and --gamma
@@ -183,7 +183,7 @@ def _evaluated(folder: Path, config: ArenaTrainConfig) -> PolicyEvaluation | Non
     from esper.league.training import BotEvaluator, load_player
 
     policy, _ = load_player(folder, device=find_device(config.device))
-    return BotEvaluator(config).score(policy, 1)
+    return BotEvaluator(config, folder).score(policy, 1, name="best")
 
 
 def _record(evaluation: PolicyEvaluation) -> WinRecord:

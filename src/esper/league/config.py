@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 from msgspec import Meta
 
 from esper.arena.config import ArenaConfig, TeamSize
-from esper.config import Config, ConfigError, Fraction, NonNegativeFloat, PositiveInt, Threads, Width
+from esper.config import Config, ConfigError, Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Threads, Width
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.run_config import ShownConfig
 
@@ -78,6 +78,7 @@ class ArenaTrainConfig(ShownConfig):
     keep: PositiveInt = 2  # checkpoints to keep, besides the best
     eval_battles: EvenCount = 128  # battles against `eval_against` at every checkpoint, to find the best one, two on every map; 0: none
     eval_against: Anchor = "strong"  # bot that checkpoints are evaluated against
+    eval_replays: NonNegativeInt = 4  # newest evaluation battles to keep in replays/, one of each evaluation; 0: record none
     ppo: PPOConfig = PPOConfig(
         num_steps=32,
         num_epochs=3,

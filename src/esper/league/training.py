@@ -21,8 +21,10 @@ from typing import Any, Literal, Unpack
 import msgspec
 import torch
 
+from esper.arena.recorder import Recorder
 from esper.config import load_saved
 from esper.devices import determinism, find_device, threads
+from esper.files import remove
 from esper.league.config import ArenaTrainConfig
 from esper.league.league import League
 from esper.league.matches import MatchArena, MatchResult, seed_of_unseen_maps
@@ -30,6 +32,7 @@ from esper.league.network import make_parts, make_player
 from esper.league.selfplay import SelfPlay
 from esper.league.store import FOLDER, LeagueStore, read_weights
 from esper.parallel import ALONE, Group
+from esper.replay_file import FOLDER as REPLAYS, SUFFIX, find_replays
 from esper.rl.checkpoints import open_store
 from esper.rl.evaluate import PolicyEvaluation
 from esper.rl.policy import Policy
@@ -39,6 +42,8 @@ from esper.rl.training import RunOptions, RunResult, Trainer, run_trainer
 from esper.rng import Streams
 from esper.runs import load_module
 from esper.runs.folder import CONFIG, RunError, check_holds_a_run
+
+RECORDED = "evaluation-"  # prefix of the names of replays that evaluations record
 
 
 def train_arena(
@@ -78,22 +83,39 @@ def prepare_arena(config: ArenaTrainConfig, group: Group = ALONE, *, begins: boo
 class BotEvaluator:
     """Scores policies in battles against a bot. A battle counts 1, 0.5 or 0 points; battles 2i and 2i + 1 share a map.
 
+    Given the folder of a run, it records the first battle of each evaluation there, with the policy as the first team, and keeps the newest
+    `config.eval_replays` of these replays. Scores of one seed fight on the same maps, so their replays show how a player changes.
+
     The arena is made for the first score and kept until `close`: a new one would have to make its maps again, and on a GPU it would take
     more memory for its captured step.
     """
 
-    def __init__(self, config: ArenaTrainConfig) -> None:
-        self.config = config
+    def __init__(self, config: ArenaTrainConfig, folder: Path | None = None) -> None:
+        self.config, self.folder = config, folder
         self._kept: tuple[int, MatchArena] | None = None  # the last seed, and its arena
 
-    def score(self, policy: Policy, seed: int, should_stop: Callable[[], bool] = lambda: False) -> PolicyEvaluation | None:
+    def score(
+        self, policy: Policy, seed: int, should_stop: Callable[[], bool] = lambda: False, *, name: str = "policy"
+    ) -> PolicyEvaluation | None:
         config = self.config
         if not config.eval_battles:
             return None
         if self._kept is None or self._kept[0] != seed:
             self._kept = seed, evaluation_arena(config, config.eval_battles, seed, policy.device)
-        result = self._kept[1].play(policy, config.eval_against)
+        arena = self._kept[1]
+        recorders = [Recorder(arena.arena, 0, teams=(name, config.eval_against))] if self.folder and config.eval_replays else []
+        result = arena.play(policy, config.eval_against, recorders=recorders)
+        for recorder in recorders:
+            self._keep(recorder, f"{RECORDED}{name}")
         return PolicyEvaluation(list(result.points), [round(result.decisions)] * len(result.points))
+
+    def _keep(self, recorder: Recorder, name: str) -> None:
+        """Write a replay, and remove the oldest ones that evaluations have recorded."""
+        assert self.folder is not None
+        recorder.write(self.folder / REPLAYS / f"{name}{SUFFIX}")
+        recorded = [path for path in find_replays(self.folder, follow_links=False) if path.name.startswith(RECORDED)]
+        for path in recorded[self.config.eval_replays :]:
+            remove(path)
 
     def close(self) -> None:
         self._kept = None
@@ -121,7 +143,7 @@ ARENA = Trainer(
     config=ArenaTrainConfig,
     title=lambda config: f"arena-{config.arena.team_size}v{config.arena.team_size}",
     prepare=lambda config, encoder, group: prepare_arena(config, group),
-    changeable=("total_steps", "threads", "checkpoint_every", "keep", "eval_battles", "eval_against"),
+    changeable=("total_steps", "threads", "checkpoint_every", "keep", "eval_battles", "eval_against", "eval_replays"),
     is_evaluated=lambda config: config.eval_battles > 0,
     make_evaluator=BotEvaluator,
     run_kind="arena",

@@ -77,8 +77,13 @@ class EpisodeEvaluator:
         self.max_steps = config.eval_max_steps if max_steps is None else max_steps
         self._env: VecEnv | None = None
 
-    def score(self, policy: Policy, seed: int, should_stop: Callable[[], bool] = lambda: False) -> PolicyEvaluation | None:
-        """Return the results of fresh episodes; the same `seed` gives the same episodes. None if the config asks for none."""
+    def score(
+        self, policy: Policy, seed: int, should_stop: Callable[[], bool] = lambda: False, *, name: str = "policy"
+    ) -> PolicyEvaluation | None:
+        """Return the results of fresh episodes; the same `seed` gives the same episodes. None if the config asks for none.
+
+        Writes no files, so the `name` of the policy is not used.
+        """
         if not self.episodes:
             return None
         if self._env is None:

@@ -98,8 +98,11 @@ AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 class Evaluator(Protocol):
     """Scores policies by fresh episodes. Keeps its environments until it is closed."""
 
-    def score(self, policy: Policy, seed: int, should_stop: Callable[[], bool]) -> PolicyEvaluation | None:
-        """Score a policy on the episodes of a `seed`. Raise EvaluationStopped if `should_stop()` becomes true meanwhile."""
+    def score(self, policy: Policy, seed: int, should_stop: Callable[[], bool], *, name: str) -> PolicyEvaluation | None:
+        """Score a policy on the episodes of a `seed`. Raise EvaluationStopped if `should_stop()` becomes true meanwhile.
+
+        `name` names the policy in files that the evaluator writes, such as step-5120.
+        """
 
     def close(self) -> None: ...
 
@@ -113,7 +116,7 @@ class Trainer(Generic[AnyConfig]):
     prepare: Callable[[AnyConfig, nn.Module | None, Group], AbstractContextManager[tuple[PPO, Relay]]]
     changeable: tuple[str, ...]  # settings that may change when resuming
     is_evaluated: Callable[[AnyConfig], bool] = lambda config: False  # whether policies are scored at all
-    make_evaluator: Callable[[AnyConfig], Evaluator] | None = None  # scores policies; needed where `is_evaluated`
+    make_evaluator: Callable[[AnyConfig, Path], Evaluator] | None = None  # scores policies of a run folder; needed where `is_evaluated`
     # Share of the environments' steps that evaluations at checkpoints may take.
     eval_share: Callable[[AnyConfig], float] = lambda config: 1.0
     run_kind: RunKind = "ppo"  # kind of its run folder
@@ -131,7 +134,7 @@ ENVIRONMENT = Trainer(
     prepare=lambda config, encoder, group: prepare(config, encoder=encoder, group=group),
     changeable=("total_steps", "threads", "checkpoint_every", "keep", "eval_episodes", "eval_max_steps", "eval_share"),
     is_evaluated=lambda config: config.eval_episodes > 0,
-    make_evaluator=EpisodeEvaluator,
+    make_evaluator=lambda config, folder: EpisodeEvaluator(config),
     eval_share=lambda config: config.eval_share,
 )
 
@@ -410,7 +413,7 @@ class _Session:
         self.config, self.folder, self.ppo, self.log, self.options = config, folder, ppo, log, options
         self.store = open_store(folder, keep=config.keep)
         make_evaluator = options.trainer.make_evaluator
-        self.evaluator = None if make_evaluator is None else make_evaluator(config)
+        self.evaluator = None if make_evaluator is None else make_evaluator(config, folder)
         self.best = (False, -math.inf)  # of the best checkpoint: (True, its score), or (False, its step) if it has no score
         self.eval_steps = 0  # calls of `env.step` by evaluations at checkpoints, each of which steps all environments
         self.awaits_evaluation = False  # whether the checkpoint just saved still has to be evaluated
@@ -548,7 +551,7 @@ class _Session:
         def evaluate() -> bool:
             try:
                 assert self.evaluator is not None
-                evaluation = self.evaluator.score(self.ppo.policy, _CHOOSING, self.options.should_stop)
+                evaluation = self.evaluator.score(self.ppo.policy, _CHOOSING, self.options.should_stop, name=f"step-{step}")
             except EvaluationStopped:
                 return False
             if evaluation is not None:
@@ -592,7 +595,7 @@ class _Session:
         load_module(policy, best.state["ppo"]["policy"])
         try:
             assert self.evaluator is not None
-            evaluation = self.evaluator.score(policy, _AT_THE_END, self.options.should_stop)
+            evaluation = self.evaluator.score(policy, _AT_THE_END, self.options.should_stop, name=f"best-step-{best.step}")
         except EvaluationStopped:
             return None, True
         if evaluation is not None:
