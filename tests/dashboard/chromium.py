@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -123,3 +124,10 @@ class Page:
                 if address.scheme in ("http", "https", "ws", "wss", "ftp"):
                     found.add(address.hostname or "")
         return found
+
+
+def keep(page: Page, name: str) -> None:
+    """Keep a picture of the page in the folder that ESPER_SCREENSHOTS names, if it exists."""
+    folder = Path(os.environ.get("ESPER_SCREENSHOTS", "screenshots"))
+    if folder.is_dir():
+        page.driver.save_screenshot(str(folder / f"{name}.png"))

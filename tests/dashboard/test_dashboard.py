@@ -32,11 +32,14 @@ from esper.fleet.config import FleetConfig
 from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.growth.controllers.baselines import Planned
 from esper.growth.events import EpochEnded, GrowthStarted, PassedOver, Probed, RolledBack, SlotView, StageEntered
+from esper.league.config import ArenaTrainConfig
+from esper.replay_file import drawn_part, write_replay
 from esper.rl import PPOConfig, TrainConfig, train_run
 from esper.runs import EventLog
 from esper.runs.analysis import ANALYSIS, write_analysis
 from esper.runs.folder import CONFIG, EVENTS, GROW
-from tests.dashboard.chromium import Page, skip_without_a_browser, start_chromium
+from tests.dashboard.chromium import Page, keep, skip_without_a_browser, start_chromium
+from tests.replays import WON, staged_battle
 from tests.runs.test_analysis import some_analysis
 
 pytestmark = pytest.mark.slow
@@ -51,6 +54,7 @@ serve_runs(Path(sys.argv[1]), show=False, announce=lambda address: print(address
 EPOCHS = 12
 HOSTS = 4
 NASTY = ":x<b>"  # a name that must be a name only: of a metric, and of a run
+NASTY_REPLAY = "<img src=x onerror=alert(1)> %23?#&"
 
 
 def model() -> nn.Module:
@@ -125,6 +129,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (many / EVENTS).open("a") as file:
         for step in range(1000, 6000):
             file.write(update.replace('"step":64', f'"step":{step}').replace('"step":16', f'"step":{step}') + "\n")
+    arena = root / "arena"
+    save(ArenaTrainConfig(), arena / CONFIG)
+    shutil.copy(root / "cue-0" / EVENTS, arena / EVENTS)
+    for age, (name, frames) in enumerate({NASTY_REPLAY: 24, "evaluation-step-64": 12}.items()):
+        path = write_replay(arena / "replays" / f"{name}.safetensors", *staged_battle(team_size=2, size=16, frames=frames))
+        os.utime(path, (1000 - age, 1000 - age))
+    damaged = arena / "replays" / "damaged.safetensors"
+    damaged.write_bytes(path.read_bytes()[:100])
+    os.utime(damaged, (900, 900))
     return root
 
 
@@ -349,6 +362,7 @@ def ask(address: str, path: str, **headers: str) -> tuple[int, bytes]:
         "/api/runs/grown",
         "/replays/../../etc/passwd",
         "/replays/0123456789ab/..%2f..%2fconfig.toml",
+        "/replays/..%2f..%2fetc",
         "/api/runs/%00",
     ],
 )
@@ -359,17 +373,48 @@ def test_an_address_outside_the_runs_is_not_served(address: str, path: str) -> N
     assert b"lifecycle" not in body
 
 
-def test_replays_that_are_links_are_not_served(address: str, runs: Path, tmp_path: Path) -> None:
-    secret = tmp_path / "secret.safetensors"
-    secret.write_bytes(b"secret")
-    (runs / "cue-0" / "replays").mkdir(exist_ok=True)
-    link = runs / "cue-0" / "replays" / "link.safetensors"
-    link.symlink_to(secret)
-    try:
-        assert ask(address, f"/replays/{name_in_address(runs / 'cue-0')}/link")[0] == 404
-    finally:
-        link.unlink()
-        (runs / "cue-0" / "replays").rmdir()
+def test_replays_that_are_links_are_neither_listed_nor_served(address: str, runs: Path, tmp_path: Path) -> None:
+    secret = Path(shutil.copy(WON, tmp_path / "secret.safetensors"))
+    for run, (link, target) in {
+        "cue-0": ("replays/secret.safetensors", secret),
+        "cue-1": ("replays", tmp_path),
+    }.items():
+        place = runs / run / link
+        place.parent.mkdir(exist_ok=True)
+        place.symlink_to(target)
+        try:
+            assert json.loads(ask(address, f"/replays/{name_in_address(runs / run)}")[1]) == []
+            assert ask(address, f"/replays/{name_in_address(runs / run)}/secret.safetensors")[0] == 404
+        finally:
+            place.unlink()
+    assert ask(address, "/replays/0123456789ab")[0] == 404
+
+
+def test_replays_of_a_run_are_listed_newest_first_with_winner_and_length(address: str, runs: Path) -> None:
+    rows = json.loads(ask(address, f"/replays/{name_in_address(runs / 'arena')}")[1])
+    assert [row["name"] for row in rows] == [NASTY_REPLAY, "evaluation-step-64", "damaged"]
+    assert [(row["players"], row["winner"], row["seconds"]) for row in rows[:2]] == [(["blue", "red"], 0, 5.75), (["blue", "red"], 0, 2.75)]
+    assert "damaged.safetensors cannot be read as a safetensors file" in rows[2]["problem"]
+    for row in rows[:2]:
+        code, sent = ask(address, row["url"])
+        assert code == 200
+        assert sent == drawn_part(runs / "arena" / "replays" / f"{row['name']}.safetensors")
+
+
+def test_replays_are_listed_and_served_without_torch(runs: Path) -> None:
+    program = f"""
+import sys
+from pathlib import Path
+from esper.dashboard.data import replay_rows
+from esper.replay_file import drawn_part, find_replays
+import esper.dashboard.page
+
+replays = find_replays({str(runs / "arena")!r})
+assert len(replay_rows(replays, "")) == len(replays) == 3
+drawn_part(replays[0])
+sys.exit("torch" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Host": "evil.example"}, {"Origin": "null"}])
@@ -405,12 +450,6 @@ def show(page: Page, address: str, place: str, selector: str) -> None:
     page.driver.get(f"{address}#{place}")
     page.wait(lambda: page.text(selector) != "", f"{selector} did not appear on {place}")
     page.settle()
-
-
-def keep(page: Page, name: str) -> None:
-    folder = Path(os.environ.get("ESPER_SCREENSHOTS", "screenshots"))
-    if folder.is_dir():
-        page.driver.save_screenshot(str(folder / f"{name}.png"))
 
 
 def number(text: str) -> float:
@@ -665,6 +704,31 @@ def test_names_made_to_do_harm_are_only_names(page: Page, address: str, runs: Pa
     assert f"update/{NASTY}" in options
 
 
+def test_the_page_of_an_arena_run_plays_the_newest_battle_and_any_of_the_list(page: Page, address: str, runs: Path) -> None:
+    show(page, address, f"/runs/{name_in_address(runs / 'arena')}", "[data-replay]")
+    rows = [[page.text(f"[data-replay]:nth-child({row}) td:nth-child({cell})") for cell in (1, 2, 3, 4)] for row in (1, 2)]
+    assert rows == [
+        [NASTY_REPLAY, "blue against red", "blue wins", "0:05"],
+        ["evaluation-step-64", "blue against red", "blue wins", "0:02"],
+    ]
+    page.driver.execute_script("document.querySelector('[data-battles] iframe').scrollIntoView()")
+    page.wait(lambda: in_player(page, "[data-result]") == "blue wins after 0:05", "the newest battle is not loaded")
+    page.wait(lambda: int(in_player(page, "[data-frame]")) > 0, "it does not play")
+    assert not page.driver.execute_script("return document.querySelector('img[src=x]')")
+    keep(page, "arena")
+    page.driver.execute_script("[...document.querySelectorAll('[data-replay] button')][1].click()")
+    page.wait(lambda: in_player(page, "[data-result]") == "blue wins after 0:02", "the chosen battle is not loaded")
+    assert page.text("[data-playing]") == "plays evaluation-step-64"
+    page.driver.execute_script("document.querySelector('[data-newest]').click()")
+    page.wait(lambda: in_player(page, "[data-result]") == "blue wins after 0:05", "the newest battle is not loaded again")
+
+
+def in_player(page: Page, selector: str) -> str:
+    """Return a text of the player inside the page; 0 if it is not there yet."""
+    script = "return document.querySelector('iframe')?.contentDocument?.querySelector(arguments[0])?.innerText ?? '0'"
+    return str(page.driver.execute_script(script, selector))
+
+
 def test_a_phone_shows_everything_without_scrolling_sideways(page: Page, address: str, runs: Path) -> None:
     page.driver.set_window_size(420, 900)
     controller, compared = name_in_address(runs / "controller"), ",".join(name_in_address(runs / f"cue-{seed}") for seed in (0, 1))
@@ -672,6 +736,7 @@ def test_a_phone_shows_everything_without_scrolling_sideways(page: Page, address
         ("/", "[data-run]"),
         (f"/runs/{name_in_address(runs / 'grown')}", "[data-kept]"),
         (f"/runs/{controller}", "[data-host]"),
+        (f"/runs/{name_in_address(runs / 'arena')}", "[data-replay]"),
         (f"/compare/{compared}", "tbody tr"),
     )
     for place, selector in places:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from esper.arena.specs import PHYSICS, WEAPONS
 from esper.replay_file import DRAWN, ReplayInfo, read_replay, write_replay
-from tests.dashboard.chromium import Page, skip_without_a_browser, start_chromium
+from tests.dashboard.chromium import Page, keep, skip_without_a_browser, start_chromium
 from tests.replays import COLUMN, WON, staged_battle
 
 pytestmark = pytest.mark.slow
@@ -40,10 +42,16 @@ def battle() -> tuple[dict[str, Tensor], ReplayInfo]:
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory, battle: tuple[dict[str, Tensor], ReplayInfo]) -> Iterator[str]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run."""
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path, battle: tuple[dict[str, Tensor], ReplayInfo]) -> Iterator[str]:
     """The address of a server that plays the replays of a run; it must end by itself when it is interrupted."""
     skip_without_a_browser()
-    run = tmp_path_factory.mktemp("run")
+    run = folder
     for age, (name, (tensors, info)) in enumerate({"newest": battle, "older": staged_battle(team_size=2, size=16, frames=8)}.items()):
         path = write_replay(run / "replays" / f"{name}.safetensors", tensors, info)
         os.utime(path, (1000 - age, 1000 - age))
@@ -110,6 +118,14 @@ def test_playback_continues_until_it_is_paused(page: Page) -> None:
     page.wait(lambda: page.frame == frame + 1, "one frame on")
 
 
+def pick(page: Page, name: str) -> None:
+    """Choose a replay in the list."""
+    from selenium.webdriver.support.select import Select
+
+    select = Select(page.driver.find_element("css selector", "select.replays"))
+    select.select_by_visible_text(next(text for text in page.texts("select.replays option") if text.startswith(f"{name}:")))
+
+
 def is_playing(page: Page) -> bool:
     return bool(page.driver.execute_script("return document.querySelector('[data-play]').getAttribute('aria-label') === 'pause'"))
 
@@ -171,6 +187,96 @@ def test_a_click_beside_every_unit_closes_the_panel(page: Page) -> None:
     page.wait(lambda: not page.texts("[data-panel]"), "the panel did not close")
 
 
+def test_winner_and_length_are_shown_before_the_battle_has_played(page: Page, battle: tuple[dict[str, Tensor], ReplayInfo]) -> None:
+    assert page.frame == 0
+    seconds = int(LAST * battle[1].decision_s)
+    assert page.text("[data-result]") == f"blue wins after 0:{seconds:02d}"
+    assert page.text("[data-length]") == f"of 0:{seconds:02d}"
+
+
+def test_the_legend_names_both_teams_and_all_weapons_and_can_be_closed(page: Page, battle: tuple[dict[str, Tensor], ReplayInfo]) -> None:
+    def is_open() -> bool:
+        return bool(page.driver.execute_script("return document.querySelector('[data-legend]').open"))
+
+    if not is_open():
+        page.press("l")
+    page.wait(is_open, "the legend does not open")
+    legend = page.text("[data-legend]")
+    for word in (*battle[1].weapons, "blue: round rings", "red: square rings", "hit points", "heat", "zone"):
+        assert word in legend
+    page.press("l")
+    page.wait(lambda: not is_open(), "the legend does not close")
+
+
+def test_following_a_unit_zooms_onto_it_and_back(page: Page) -> None:
+    def distance() -> float:
+        return float(page.driver.execute_script("return document.querySelector('.stage').dataset.distance"))
+
+    page.press("r")
+    page.settle()
+    far = distance()
+    page.click_on("[data-roster='1']")
+    page.press("f")
+    page.wait(lambda: abs(distance() - 20) < 0.05 < far - 20, "the camera does not come near")
+    page.click_on("[data-play]")
+    page.wait(lambda: page.frame >= 2, "the battle did not play")
+    page.settle()
+    label, stage = page.box(".unit-label[data-unit='1']"), page.box(".stage")
+    across = label["x"] + label["width"] / 2 - stage["x"] - stage["width"] / 2
+    assert abs(across) < 30, "the unit should stay in the middle while it walks"
+    page.press("f")
+    page.wait(lambda: abs(distance() - far) < 0.2, "the camera does not go back")
+
+
+def test_nothing_overlaps_or_needs_sideways_scrolling_on_a_laptop_and_a_phone(page: Page) -> None:
+    parts = (".bar-top", ".bar-bottom", ".left .roster", ".right .roster", ".feed", ".panel", ".legend")
+    try:
+        for width, height in ((1280, 720), (420, 860)):
+            size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+            page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            page.settle()
+            page.click_on("[data-roster='1']")
+            page.wait(lambda: bool(page.texts("[data-panel='1']")), "the panel did not open")
+            boxes = {
+                part: page.box(part) for part in (*parts, *([".stage"] if width == 420 else []))
+            }  # on a laptop, panels cover the stage
+            for one, other in itertools.combinations(boxes, 2):
+                assert not overlap(boxes[one], boxes[other]), (width, one, other)
+            assert all(box["x"] >= 0 and box["x"] + box["width"] <= width for box in boxes.values()), width
+            scrolled = "const page = document.documentElement; return Math.max(page.scrollWidth, document.body.scrollWidth) - innerWidth"
+            assert page.driver.execute_script(scrolled) <= 0
+            keep(page, f"player-{width}")
+            page.press("d")
+            page.settle()
+            keep(page, f"player-{width}-other")
+            page.press("\ue00c")  # escape
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def overlap(one: dict[str, float], other: dict[str, float]) -> bool:
+    is_apart = any(
+        a[axis] + a[size] <= b[axis] + 0.5 for a, b in ((one, other), (other, one)) for axis, size in (("x", "width"), ("y", "height"))
+    )
+    return not is_apart
+
+
+def test_a_newer_replay_plays_when_the_present_one_has_ended(page: Page, folder: Path) -> None:
+    page.click_on("[data-live]")
+    page.press("\ue011")  # home, which pauses
+    path = write_replay(folder / "replays" / "next.safetensors", *staged_battle(team_size=2, size=16, frames=24))
+    try:
+        page.wait(lambda: any(text.startswith("next: blue wins, 0:05") for text in page.texts("select.replays option")), "it is not listed")
+        assert f"of {LAST}" in page.text(".frame"), "the present battle has not ended"
+        page.press("\ue010")  # end
+        page.wait(lambda: "of 23" in page.text(".frame") and page.frame > 0, "the next battle does not play")
+    finally:
+        pick(page, "newest")
+        path.unlink()
+        page.wait(lambda: f"of {LAST}" in page.text(".frame"), "the first replay was not loaded again")
+        page.wait(lambda: "next" not in page.text("select.replays"), "a file that was removed is still listed")
+
+
 def test_the_feed_shows_kills_at_their_time(page: Page, battle: tuple[dict[str, Tensor], ReplayInfo]) -> None:
     assert page.texts("[data-kind='kill']") == []
     page.press("\ue010")  # end
@@ -178,35 +284,29 @@ def test_the_feed_shows_kills_at_their_time(page: Page, battle: tuple[dict[str, 
     (kill,) = [item for item in battle[1].feed if item.kind == "kill"]
     (told,) = page.texts("[data-kind='kill']")
     assert kill.text in told
-    assert "blue wins" in page.text(".clock")
+    assert any("blue wins" in text for text in page.texts("[data-kind='end']"))
     page.click_on("[data-kind='kill']")
     page.wait(lambda: page.frame == kill.frame, "a click on what happened did not go there")
 
 
 def test_another_replay_of_the_run_can_be_chosen_and_a_broken_one_says_what_is_wrong(page: Page) -> None:
-    from selenium.webdriver.support.select import Select
-
-    select = Select(page.driver.find_element("css selector", "select.replays"))
-    assert [option.text for option in select.options] == ["newest", "older", "won", "broken"]
-    select.select_by_visible_text("older")
+    assert [text.partition(":")[0] for text in page.texts("select.replays option")] == ["newest", "older", "won", "broken"]
+    pick(page, "older")
     page.wait(lambda: "of 7" in page.text(".frame"), "the other replay was not loaded")
-    select.select_by_visible_text("broken")
+    pick(page, "broken")
     page.wait(lambda: "broken.safetensors is damaged" in page.text(".problem"), "it was not told what is wrong")
     assert all("422" in error for error in page.errors())
-    select.select_by_visible_text("newest")
+    pick(page, "newest")
     page.wait(lambda: f"of {LAST}" in page.text(".frame"), "the first replay was not loaded again")
     assert page.text(".problem") == ""
 
 
 def test_a_recorded_battle_is_played(page: Page) -> None:
-    from selenium.webdriver.support.select import Select
-
     won = read_replay(WON)
     weapon = won.info.weapons.index("autocannon")
     flies = (won.tensors["frames/projectiles"][..., 0] > 0).view(won.frames, won.info.units, -1).any(-1)
     burst = ((won.tensors["frames/shots"][..., 0] == weapon) & ~flies).nonzero()  # at once, so that only a tracer shows it
-    select = Select(page.driver.find_element("css selector", "select.replays"))
-    select.select_by_visible_text("won")
+    pick(page, "won")
     page.wait(lambda: f"of {won.frames - 1}" in page.text(".frame"), "it was not loaded")
     assert page.text(".problem") == ""
     before = stage_of(page)
@@ -216,7 +316,7 @@ def test_a_recorded_battle_is_played(page: Page) -> None:
     page.driver.execute_script(scrub, shot_at - 0.5)  # while it is drawn
     page.wait(lambda: page.frame == shot_at - 1, "the frame was not reached")
     page.wait(lambda: bool((stage_of(page) != before).any()), "the picture did not change")
-    select.select_by_visible_text("newest")
+    pick(page, "newest")
     page.wait(lambda: f"of {LAST}" in page.text(".frame"), "the first replay was not loaded again")
 
 

@@ -21,7 +21,7 @@ import pytest
 from safetensors.torch import save_file
 
 from esper.dashboard.watch import list_replays, serve
-from esper.replay_file import DRAWN, ReplayError, read_replay, write_replay
+from esper.replay_file import DRAWN, ReplayError, drawn_part, read_replay, write_replay
 from tests.replays import WON, staged_battle
 
 
@@ -65,9 +65,9 @@ def test_without_nicegui_the_extra_is_named(replay: Path, monkeypatch: pytest.Mo
 
 def test_the_page_gets_the_tensors_of_a_battle_in_known_types() -> None:
     pytest.importorskip("nicegui")
-    from esper.dashboard.page import HERE, browser_data
+    from esper.dashboard.page import HERE
 
-    sent = browser_data(WON)
+    sent = drawn_part(WON)
     header = json.loads(sent[8 : 8 + int.from_bytes(sent[:8], "little")])
     assert set(header) == {"__metadata__", *DRAWN}
     known = re.findall(r"(\w+): \w+Array", (HERE / "player" / "replay.js").read_text(encoding="utf-8"))
@@ -183,9 +183,10 @@ def test_a_foreign_host_name_that_resolves_here_is_refused(port: int) -> None:
 
 @pytest.mark.slow
 def test_the_page_lists_replays_beside_a_broken_link_and_names_it(port: int) -> None:
-    status, page = ask(port, "/")
-    assert status == 200
-    assert "/replays/one.safetensors" in page
+    assert ask(port, "/")[0] == 200
+    rows = {row["name"]: row for row in json.loads(ask(port, "/replays")[1])}
+    assert (rows["one"]["url"], rows["one"]["problem"]) == ("/replays/one.safetensors", None)
+    assert "lost.safetensors is a link to nowhere.safetensors" in rows["lost"]["problem"]
     status, text = ask(port, "/replays/lost.safetensors")
     assert (status, "which does not exist" in text) == (404, True)
     assert ask(port, "/replays/never.safetensors")[0] == 404
@@ -193,5 +194,5 @@ def test_the_page_lists_replays_beside_a_broken_link_and_names_it(port: int) -> 
 
 @pytest.mark.slow
 def test_a_replay_whose_name_is_not_utf8_is_played(port: int) -> None:
-    assert "odd-" in ask(port, "/")[1]
+    assert "odd-" in ask(port, "/replays")[1]
     assert ask(port, f"/replays/{quote('odd-' + chr(92) + 'udcff.safetensors')}")[0] == 200

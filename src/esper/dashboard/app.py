@@ -1,4 +1,4 @@
-"""The dashboard as a web application: one page, which asks for data, and the routes that answer. Only playing a replay imports torch."""
+"""The dashboard as a web application: one page, which asks for data, and the routes that answer. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from esper.dashboard.data import Watcher, replays_of
 from esper.dashboard.origin import OwnOriginOnly
+from esper.dashboard.page import ROUTE, ReplayPlayer, answer_with_list, answer_with_replay
 from esper.files import printable
 
 HERE = Path(__file__).parent
@@ -75,35 +76,23 @@ def build_app(watcher: Watcher) -> FastAPI:
     async def compare(runs: str = "") -> Response:
         return _json(await asyncio.to_thread(watcher.compare, runs.split(",")))
 
-    @app.get("/replays/{name}/{replay}")
-    def replay(name: str, replay: str) -> Response:
-        from esper.dashboard.page import browser_data
-        from esper.replay_file import ReplayError
-
+    @app.get(ROUTE + "/{name}")
+    def replays(name: str) -> Response:
         run = watcher.run(name)
-        path = None if run is None else next((path for path in replays_of(run) if printable(path.stem) == replay), None)
-        if path is None:
-            return _missing(replay)
-        try:
-            return Response(browser_data(path), media_type="application/octet-stream", headers={"Cache-Control": "no-store"})
-        except ReplayError as error:
-            return Response(printable(str(error)), status_code=422, media_type="text/plain")
+        return _missing(name) if run is None else answer_with_list(replays_of(run), f"{ROUTE}/{name}")
+
+    @app.get(ROUTE + "/{name}/{replay}")
+    def replay(name: str, replay: str) -> Response:
+        run = watcher.run(name)
+        return answer_with_replay([] if run is None else replays_of(run), replay)
 
     def root() -> None:
         watched = ui.context.client.request.query_params.get("replays")
-        run = None if watched is None else watcher.run(watched)
-        if run is None:
-            ui.add_css((HERE / "dashboard.css").read_text(encoding="utf-8"))
-            Dashboard()
+        if watched is not None and watcher.run(watched) is not None:
+            ReplayPlayer(f"{ROUTE}/{watched}", "This run has no replays yet. The next evaluation of its training records one.")
             return
-        from esper.dashboard.page import ReplayPlayer
-
-        ui.add_css((HERE / "player.css").read_text(encoding="utf-8"))
-        names = [printable(path.stem) for path in replays_of(run)]
-        if names:
-            ReplayPlayer([{"name": name, "url": f"/replays/{watched}/{name}"} for name in names])
-        else:
-            ui.label("This run has no replays. Record one with esper arena eval, and load this page again.")
+        ui.add_css((HERE / "dashboard.css").read_text(encoding="utf-8"))
+        Dashboard()
 
     settings: dict[str, Any] = {"dark": None, "tailwind": False, "show_welcome_message": False, "reconnect_timeout": 60.0}
     ui.run_with(app, root=root, title=TITLE, favicon="⬡", **settings)

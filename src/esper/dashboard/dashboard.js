@@ -1,6 +1,6 @@
 // The dashboard: a table of runs, a page for each run by its kind, and a comparison. A page is asked for again as soon as it has come.
 
-import { AXES, CalibrationChart, GainChart, HostLives, PALETTE, SeedAnalysis, SeriesChart, SeriesStore, STAGES, format, networkSvg, sparkline, timelineSvg } from "esper-watch";
+import { AXES, CalibrationChart, GainChart, HostLives, PALETTE, ReplayList, SeedAnalysis, SeriesChart, SeriesStore, STAGES, format, networkSvg, sparkline, timelineSvg } from "esper-watch";
 
 const EVERY_MS = 500;
 const SHORT_MS = 300;
@@ -145,6 +145,8 @@ const template = `
         <ul class="lights"><li v-for="light in page.health" :key="light.name"><i :class="'is-' + light.colour" :aria-label="light.colour"></i><b>{{ light.name }}</b> <span class="number">{{ format(light.value) }}</span> <small>{{ light.advice }}</small></li></ul>
       </section>
 
+      <replay-list v-if="page.replays" :key="page.id" :run="page.id" :folder="page.summary.folder" :replays="page.replays" :is-training="page.summary.state === 'running'" :ago="ago" />
+
       <div class="grid">
         <series-chart v-if="page.controller && utilityLines.length" title="utility per round" :lines="utilityLines" :store="store" :version="version" :controls="controls" :is-dark="isDark" :choices="['rent', 'cell']" :choice="utilityBy" @choose="utilityBy = $event" note="Gain over the twin minus rent, mean over hosts, with the 95 % interval over groups of hosts that share a twin." />
         <series-chart v-for="chart in charts" :key="chart.title" :title="chart.title" :lines="chart.lines" :store="store" :version="version" :controls="controls" :is-dark="isDark" :marks="chart.marks" />
@@ -190,11 +192,9 @@ const template = `
 
       <seed-analysis v-if="page.blueprints" :blueprints="page.blueprints" :analysis="page.analysis" :folder="page.summary.folder" :is-growth="Boolean(growth)" />
 
-      <section v-if="page.replays" class="card">
-        <header><h3>replays</h3></header>
-        <p v-if="page.replays.length"><a class="button" :href="'/?replays=' + page.id" target="_blank">play {{ page.replays.length === 1 ? 'the replay' : 'the ' + page.replays.length + ' replays' }}</a></p>
-        <p v-else class="quiet">There are none yet. Record some with: esper arena eval {{ page.summary.folder }} --replays 2</p>
-        <ol v-if="page.league.length" class="log"><li v-for="(row, index) in page.league.slice().reverse()" :key="index"><b>{{ row.name }}</b> {{ row.is_promoted ? 'entered the league' : 'did not enter' }}: {{ row.reason }}</li></ol>
+      <section v-if="page.league && page.league.length" class="card">
+        <header><h3>league</h3></header>
+        <ol class="log"><li v-for="(row, index) in page.league.slice().reverse()" :key="index"><b>{{ row.name }}</b> {{ row.is_promoted ? 'entered the league' : 'did not enter' }}: {{ row.reason }}</li></ol>
       </section>
 
       <h2 v-if="system.length">system</h2>
@@ -238,7 +238,7 @@ const template = `
 
 export default {
   template,
-  components: { CalibrationChart, GainChart, HostLives, SeedAnalysis, SeriesChart },
+  components: { CalibrationChart, GainChart, HostLives, ReplayList, SeedAnalysis, SeriesChart },
   data: () => ({
     route: { page: "runs" },
     runs: [],

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import math
 import os
 import threading
 import time
 from collections.abc import Iterable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 import numpy as np
 
 from esper.dashboard.controller_story import ControllerStory, joined_calibration
 from esper.files import printable, user_cache
+from esper.replay_file import SUFFIX, ReplayError, find_replays, read_head
 from esper.runs.analysis import ANALYSIS, blueprint_rows, how_measured, read_analysis, seeds_of
 from esper.runs.anomalies import Anomaly
 from esper.runs.catalog import LABELS, Run, at_steps, differing_settings, find_runs, settings_of
@@ -30,6 +33,7 @@ from esper.runs.health import lights
 from esper.runs.index import Series, thinned
 
 POINTS = 2000  # of one series, at most
+REPLAYS = 50  # in a list, at most
 SEARCH_EVERY_S = 2.0  # for new run folders
 GROWS = {"GERMINATED": "grows", "FOSSILIZED": "kept", "PRUNED": "pruned"}  # stages that are marked in charts -> their word
 
@@ -150,7 +154,7 @@ class Watcher:
             if run.kind in ("growth", "controller"):
                 page |= self._analysis(run)
             if run.kind == "arena":
-                page["replays"] = [printable(path.stem) for path in replays_of(run)][:50]
+                page["replays"] = replay_rows(replays_of(run), f"/replays/{name}")
                 page["league"] = [_without_stamp(event) for event in run.index.events("league_changed")][-50:]
         cleaned: dict[str, Any] = _clean(page)
         return cleaned
@@ -310,10 +314,35 @@ def name_in_address(folder: Path) -> str:
     return hashlib.blake2b(os.fsencode(folder.resolve()), digest_size=6).hexdigest()
 
 
+# Replays
+
+
 def replays_of(run: Run) -> list[Path]:
     """Return the replays of a run, newest first. Links are left out, since they may lead out of the folder."""
-    found = [path for path in (run.folder / "replays").glob("*.safetensors") if not path.is_symlink() and path.is_file()]
-    return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    return find_replays(run.folder, follow_links=False)
+
+
+def replay_rows(replays: Iterable[Path], base: str) -> list[dict[str, Any]]:
+    """Return the rows of a list of replays: name, address, players, winner, length, time, and why a file cannot be read."""
+    rows = []
+    for path in itertools.islice(replays, REPLAYS):
+        with contextlib.suppress(OSError):  # it was removed meanwhile
+            status = path.stat() if path.exists() else path.lstat()  # of a link to nothing, its own
+            about = _about_replay(path, status.st_mtime_ns, status.st_size)
+            name = printable(path.name)
+            rows.append({"name": name.removesuffix(SUFFIX), "url": f"{base}/{quote(name, safe='')}", "time": status.st_mtime, **about})
+    return rows
+
+
+@lru_cache(maxsize=1024)
+def _about_replay(path: Path, changed_ns: int, size: int) -> dict[str, Any]:
+    """Return the facts of one replay. Read again only if the file has changed."""
+    try:
+        head = read_head(path)
+    except ReplayError as error:
+        return {"players": [], "winner": None, "seconds": None, "problem": printable(str(error))}
+    about: dict[str, Any] = _clean({"players": list(head.teams), "winner": head.winner, "seconds": head.seconds, "problem": None})
+    return about
 
 
 def _config(run: Run) -> dict[str, Any]:

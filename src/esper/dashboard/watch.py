@@ -1,7 +1,4 @@
-"""Serve web pages on this machine: `esper watch` shows runs, `esper arena watch` plays replays.
-
-The dashboard of runs imports no torch, so that it starts at once; playing replays does.
-"""
+"""Serve web pages on this machine: `esper watch` shows runs, `esper arena watch` plays replays. Imports no torch, so both start at once."""
 
 from __future__ import annotations
 
@@ -68,12 +65,12 @@ def _serve(app: Any, *, port: int, show: bool, announce: Callable[[str], None]) 
 
 def _check_any_can_be_played(replays: list[Path]) -> None:
     """If no replay can be read, raise the error of the first one."""
-    from esper.replay_file import ReplayError, read_replay
+    from esper.replay_file import ReplayError, drawn_part
 
     problems: list[ReplayError] = []
     for replay in replays:
         try:
-            read_replay(replay)
+            drawn_part(replay)
             return
         except ReplayError as error:
             problems.append(error)

@@ -15,6 +15,8 @@ const LOOKS = {
 for (const look of Object.values(LOOKS)) look.colour = new THREE.Color(look.colour);
 const look = (weapon) => LOOKS[weapon] ?? LOOKS.laser;
 
+export const weaponColour = (weapon) => `#${look(weapon).colour.getHexString()}`;
+
 const MUZZLE = 1.2; // metres above the feet
 const AHEAD = 7; // length of a shot without a target, in metres
 const FIRE = new THREE.Color("#ff8a3c");

@@ -18,7 +18,7 @@ export class Figure {
     this.ghost = new THREE.Mesh(geometry, new THREE.MeshBasicMaterial({ color: this.team, ...behind }));
     this.ghost.renderOrder = 1;
     this.body.renderOrder = 2;
-    this.ring = new THREE.Mesh(ringGeometry(), new THREE.MeshBasicMaterial({ color: this.team, transparent: true, opacity: 0.75, depthWrite: false }));
+    this.ring = new THREE.Mesh(ringGeometry(replay.team(unit)), new THREE.MeshBasicMaterial({ color: this.team, transparent: true, opacity: 0.75, depthWrite: false }));
     this.ring.position.z = 0.07;
     this.tilted = new THREE.Group().add(this.body, this.ghost);
     this.group = new THREE.Group().add(this.tilted, this.ring);
@@ -56,14 +56,19 @@ export class Figure {
   }
 }
 
-// A ring around the feet that opens into a wedge ahead.
-function ringGeometry() {
+// A ring around the feet that opens into a wedge ahead: round for the first team, square for the second.
+function ringGeometry(team) {
   const shape = new THREE.Shape();
-  shape.absarc(0, 0, 1.02, 0.42, 2 * Math.PI - 0.42, false);
-  shape.lineTo(1.75, 0);
-  shape.closePath();
   const hole = new THREE.Path();
-  hole.absarc(0, 0, 0.84, 0, 2 * Math.PI, true);
+  if (team === 0) {
+    shape.absarc(0, 0, 1.02, 0.42, 2 * Math.PI - 0.42, false);
+    shape.lineTo(1.75, 0);
+    hole.absarc(0, 0, 0.84, 0, 2 * Math.PI, true);
+  } else {
+    shape.setFromPoints([[0.98, 0.4], [0.98, 0.98], [-0.98, 0.98], [-0.98, -0.98], [0.98, -0.98], [0.98, -0.4], [1.75, 0]].map(([x, y]) => new THREE.Vector2(x, y)));
+    hole.setFromPoints([[0.8, 0.8], [0.8, -0.8], [-0.8, -0.8], [-0.8, 0.8]].map(([x, y]) => new THREE.Vector2(x, y)));
+  }
+  shape.closePath();
   shape.holes.push(hole);
   return new THREE.ShapeGeometry(shape, 24);
 }

@@ -6,8 +6,8 @@ import { Effects } from "./effects.js";
 import { Figure } from "./figures.js";
 import { terrainMesh } from "./terrain.js";
 
-const BACKGROUND = "#0d1116";
-const LIFT = 31; // pixels
+const FOLLOWED = 20; // distance in metres from which a unit is followed
+const GLIDE_S = 0.7; // seconds of the way to a unit, and back
 const FAR = 85; // distance in metres from which labels are short
 const LABEL = { wide: 48, narrow: 34, high: 22 }; // size of a label in pixels
 const NEAR_CLICK = 26; // pixels around a unit in which a click chooses it
@@ -22,12 +22,16 @@ export class Stage {
     this.labels.className = "unit-labels";
     container.append(this.renderer.domElement, this.labels);
     this.scene = new THREE.Scene();
-    this.scene.background = new THREE.Color(BACKGROUND);
+    this.scene.background = new THREE.Color();
     this.camera = new THREE.PerspectiveCamera(38, 1, 0.5, 1000);
     this.camera.up.set(0, 0, 1);
     this.controls = new OrbitControls(this.camera, this.renderer.domElement);
     this.controls.maxPolarAngle = 0.47 * Math.PI;
     this.controls.addEventListener("change", () => (this.isStale = true));
+    this.controls.addEventListener("start", () => this.#give());
+    this.followed = this.glide = null; // the unit in the middle, and the way of the camera to it or back
+    this.margin = 0; // pixels on either side that panels cover
+    this.isStill = matchMedia("(prefers-reduced-motion: reduce)").matches;
     this.#light();
     this.#listen();
     this.isStale = true;
@@ -77,9 +81,19 @@ export class Stage {
     this.content = this.terrain = null;
   }
 
+  paint(background) {
+    this.scene.background.set(background);
+    this.isStale = true;
+  }
+
+  // Shows the whole map between the panels, from the side or from above.
   view(name) {
     const { size } = this.replay;
-    const far = 1.9 * size;
+    const { clientWidth, clientHeight } = this.container;
+    const shape = Math.max(0.3, (clientWidth - 2 * this.margin) / Math.max(1, clientHeight)); // width of the free area over its height
+    const far = 1.9 * size * (name === "top" ? Math.max(0.82, 0.86 / shape) : Math.max(0.92, 1.13 / shape));
+    this.home = name;
+    this.followed = this.glide = null;
     if (name === "top") {
       this.controls.target.set(0, 0, 0);
       this.camera.position.set(0, -0.01 * far, 1.05 * far); // not exactly above, so that the up direction is defined
@@ -94,23 +108,53 @@ export class Stage {
     this.isStale = true;
   }
 
-  // `chosen` is a unit or null. Following keeps the camera where it is, relative to the chosen unit.
-  show(time, chosen, isFollowing) {
+  // Moves the camera near a unit, where it stays with it; null moves it back to where it was before.
+  follow(unit) {
+    if (unit === this.followed) return;
+    const offset = this.camera.position.clone().sub(this.controls.target);
+    const begins = this.followed === null;
+    if (begins) this.before = { target: this.controls.target.clone(), offset: offset.clone() };
+    const near = begins ? offset.clone().setLength(Math.min(FOLLOWED, offset.length())) : offset;
+    this.followed = unit;
+    this.glide = { share: 0, target: this.controls.target.clone(), offset, goal: unit === null ? this.before.offset : near };
+  }
+
+  // A user who turns or zooms takes over the camera; it still goes to the unit and stays with it.
+  #give() {
+    this.home = null;
+    if (this.followed === null) this.glide = null;
+    else if (this.glide) this.glide.isGiven = true;
+  }
+
+  // Moves the camera on its way, and with the unit that it follows.
+  move(passed, time) {
+    if (!this.replay || (this.followed === null && !this.glide)) return;
+    const { camera, controls, glide } = this;
+    const { x, y, z } = this.followed === null ? this.before.target : this.replay.pose(time, this.followed);
+    const target = new THREE.Vector3(x, y, z), offset = camera.position.clone().sub(controls.target);
+    if (!glide && target.equals(controls.target)) return;
+    if (glide) {
+      glide.share = this.isStill ? 1 : Math.min(1, glide.share + passed / GLIDE_S);
+      const share = glide.share ** 2 * (3 - 2 * glide.share);
+      target.lerpVectors(glide.target, target.clone(), share);
+      if (!glide.isGiven) offset.lerpVectors(glide.offset, glide.goal, share);
+      if (glide.share === 1) this.glide = null;
+    }
+    controls.target.copy(target);
+    camera.position.copy(target).add(offset);
+    controls.update();
+    this.isStale = true;
+  }
+
+  // `chosen` is a unit or null.
+  show(time, chosen) {
     const { replay } = this;
     this.#rebuildTerrain(Math.floor(time));
     this.zone.show(replay.holder(Math.floor(time)));
     for (const figure of this.figures) figure.draw(replay, time, figure.unit === chosen);
     this.effects.draw(replay, time, chosen);
     this.#showWish(time, chosen);
-    if (isFollowing && chosen !== null) this.#follow(replay.pose(time, chosen));
     this.isStale = true;
-  }
-
-  #follow({ x, y, z }) {
-    const offset = this.camera.position.clone().sub(this.controls.target);
-    this.controls.target.set(x, y, z);
-    this.camera.position.copy(this.controls.target).add(offset);
-    this.controls.update();
   }
 
   #rebuildTerrain(frame) {
@@ -143,6 +187,7 @@ export class Stage {
     this.isStale = false;
     // Draw distant units larger than they are, so that they can be told apart.
     const distance = this.controls.getDistance();
+    this.container.dataset.distance = distance.toFixed(1);
     for (const figure of this.figures) figure.resize(Math.max(1.2, Math.min(2.6, distance / 62)));
     const isFar = distance > FAR;
     this.labels.classList.toggle("is-far", isFar);
@@ -188,10 +233,9 @@ export class Stage {
     if (!clientWidth || !clientHeight) return;
     this.renderer.setSize(clientWidth, clientHeight);
     this.camera.aspect = clientWidth / clientHeight;
-    // Centre the picture in the area between the bars above and below.
-    this.camera.setViewOffset(clientWidth, clientHeight, 0, LIFT, clientWidth, clientHeight);
     this.camera.updateProjectionMatrix();
     this.isStale = true;
+    if (this.replay && this.home && this.followed === null) this.view(this.home); // the user has not moved the camera
   }
 
   dispose() {

@@ -4,7 +4,17 @@
 import { THREE } from "nicegui-scene";
 
 const OPEN = 0, GLASS = 3, WATER = 4, LAVA = 5, FOLIAGE = 6; // codes in the file
-const COLOURS = ["#4b5450", "#80838a", "#545e72", "#9fdcf5", "#2c6a94", "#ff6a24", "#4f8a4c"].map((code) => new THREE.Color(code));
+// [colour, name] of each code.
+export const GROUNDS = [
+  ["#4b5450", "open ground"],
+  ["#80838a", "wall, breaks"],
+  ["#545e72", "reinforced wall"],
+  ["#9fdcf5", "glass"],
+  ["#2c6a94", "water"],
+  ["#ff6a24", "lava"],
+  ["#4f8a4c", "trees"],
+];
+const COLOURS = GROUNDS.map(([code]) => new THREE.Color(code));
 const HIGH_GROUND = new THREE.Color("#8d8571");
 const SUN = [-0.55, -0.35, 0.76]; // direction of the sun
 const SHADOW = 0.55, CORNER = 0.13, SUNK = -0.18;

@@ -3,4 +3,5 @@ export { CalibrationChart, GainChart, HostLives, SeriesChart, AXES } from "./com
 export { SeedAnalysis } from "./analysis.js";
 export { SeriesStore } from "./store.js";
 export { LineChart, PALETTE, at, format, meanOf, smooth } from "./chart.js";
+export { ReplayList } from "./replays.js";
 export { lifeSvg, networkSvg, timelineSvg, sparkline, STAGES } from "./drawing.js";
