@@ -331,6 +331,7 @@ export default {
       const passed = Math.min(0.25, (now - (this.before ?? now)) / 1000);
       this.before = now;
       if (this.isPlaying) {
+        this.stage.adapt(passed);
         this.time = Math.min(this.last, this.time + (passed * this.speed) / this.info.decision_s);
         if (this.time >= this.last) {
           this.isPlaying = false;

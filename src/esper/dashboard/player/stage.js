@@ -8,6 +8,8 @@ import { terrainMesh } from "./terrain.js";
 
 const FOLLOWED = 20; // distance in metres from which a unit is followed
 const GLIDE_S = 0.7; // seconds of the way to a unit, and back
+const SLOW_S = 0.1; // time between pictures from which fewer pixels are drawn
+const COARSEST = 0.5; // pixels drawn for one of the page, along one side
 const FAR = 85; // distance in metres from which labels are short
 const LABEL = { wide: 48, narrow: 34, high: 22 }; // size of a label in pixels
 const NEAR_CLICK = 26; // pixels around a unit in which a click chooses it
@@ -83,6 +85,16 @@ export class Stage {
 
   paint(background) {
     this.scene.background.set(background);
+    this.isStale = true;
+  }
+
+  // Draws fewer pixels if pictures take long, as they do without a GPU, so that a training on the same machine keeps its cores.
+  adapt(passed) {
+    this.usual = 0.9 * (this.usual ?? 0) + 0.1 * passed; // seconds between two pictures
+    const ratio = this.renderer.getPixelRatio();
+    if (this.usual < SLOW_S || ratio <= COARSEST) return;
+    this.usual = 0;
+    this.renderer.setPixelRatio(Math.max(COARSEST, ratio / 2));
     this.isStale = true;
   }
 
