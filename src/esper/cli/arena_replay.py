@@ -127,7 +127,8 @@ def about_replay(replay: ReplayFile) -> dict[str, Any]:
 WATCH_DESCRIPTION = """Plays a replay, or those of a run, in the browser: terrain in 3D, units, shots, the zone, scores and what happened.
 
 The page is on 127.0.0.1, which only this machine can reach, and loads nothing from the internet. Ctrl-C ends it. Replays are written by
---replay of esper arena eval and esper arena match. Needs the extra dashboard."""
+--replay of esper arena eval and esper arena match, and by the evaluations of esper arena train; #live at the end of the address plays the
+newest one, and each newer one after it. Needs the extra dashboard."""
 
 
 class WatchArguments(Config):
