@@ -268,8 +268,9 @@ export default {
       this.isLive = location.hash === "#live";
       const name = location.hash.startsWith("#play=") ? decodeURIComponent(location.hash.slice(6)) : null;
       const row = this.rows?.find((other) => other.name === name);
-      if (name !== null && !row) this.problem = `There is no replay ${name} any more. Choose another one.`;
-      else if (row) this.load(row, { plays: true });
+      if (name !== null && !row) {
+        Object.assign(this, { ready: false, chosenUrl: "", problem: `There is no replay ${name} any more. Choose another one.` });
+      } else if (row) this.load(row, { plays: true });
       else this.goOn();
     },
 
