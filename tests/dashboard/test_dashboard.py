@@ -705,7 +705,7 @@ def test_names_made_to_do_harm_are_only_names(page: Page, address: str, runs: Pa
 
 
 def test_the_page_of_an_arena_run_plays_the_newest_battle_and_any_of_the_list(page: Page, address: str, runs: Path) -> None:
-    page.driver.set_window_size(900, 700)  # drawn by the processor, so the fewer pixels the better
+    page.driver.set_window_size(520, 700)  # drawn by the processor, so the fewer pixels the better
     show(page, address, f"/runs/{name_in_address(runs / 'arena')}", "[data-replay]")
     rows = [[page.text(f"[data-replay]:nth-child({row}) td:nth-child({cell})") for cell in (1, 2, 3, 4)] for row in (1, 2)]
     assert rows == [
@@ -716,12 +716,18 @@ def test_the_page_of_an_arena_run_plays_the_newest_battle_and_any_of_the_list(pa
     page.wait(lambda: in_player(page, "[data-result]") == "blue wins after 0:05", "the newest battle is not loaded")
     page.wait(lambda: int(in_player(page, "[data-frame]")) > 0, "it does not play")
     assert not page.driver.execute_script("return document.querySelector('img[src=x]')")
+    assert sideways(page) <= 0
     keep(page, "arena")
     page.driver.execute_script("[...document.querySelectorAll('[data-replay] button')][1].click()")
     page.wait(lambda: in_player(page, "[data-result]") == "blue wins after 0:02", "the chosen battle is not loaded")
     assert page.text("[data-playing]") == "plays evaluation-step-64"
     page.driver.execute_script("document.querySelector('[data-newest]').click()")
     page.wait(lambda: in_player(page, "[data-result]") == "blue wins after 0:05", "the newest battle is not loaded again")
+
+
+def sideways(page: Page) -> int:
+    """Return how many pixels the page is wider than the window."""
+    return int(page.driver.execute_script("return document.documentElement.scrollWidth - document.documentElement.clientWidth"))
 
 
 def in_player(page: Page, selector: str) -> str:
@@ -742,6 +748,5 @@ def test_a_phone_shows_everything_without_scrolling_sideways(page: Page, address
     )
     for place, selector in places:
         show(page, address, place, selector)
-        wide = page.driver.execute_script("return document.documentElement.scrollWidth - document.documentElement.clientWidth")
-        assert wide <= 0, place
+        assert sideways(page) <= 0, place
     keep(page, "phone")

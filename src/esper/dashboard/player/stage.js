@@ -58,7 +58,10 @@ export class Stage {
   }
 
   load(replay) {
-    this.unload();
+    const before = this.content;
+    if (before) this.scene.remove(before);
+    this.labels.replaceChildren();
+    this.terrain = null;
     this.replay = replay;
     this.content = new THREE.Group();
     this.scene.add(this.content);
@@ -69,18 +72,11 @@ export class Stage {
     this.wish = wishArrow();
     this.content.add(this.zone.group, this.wish);
     this.changes = -1;
+    this.#rebuildTerrain(0);
     this.view("slant");
-  }
-
-  unload() {
-    if (!this.content) return;
-    this.content.traverse((object) => {
-      object.geometry?.dispose();
-      for (const material of [object.material ?? []].flat()) material.dispose();
-    });
-    this.scene.remove(this.content);
-    this.labels.replaceChildren();
-    this.content = this.terrain = null;
+    if (!before) return;
+    this.renderer.compile(this.scene, this.camera); // with the shaders of the replay before, which are lost with its materials
+    dispose(before);
   }
 
   paint(background) {
@@ -90,7 +86,7 @@ export class Stage {
 
   // Draws fewer pixels if pictures take long, as they do without a GPU, so that a training on the same machine keeps its cores.
   adapt(passed) {
-    this.usual = 0.9 * (this.usual ?? 0) + 0.1 * passed; // seconds between two pictures
+    this.usual = 0.7 * (this.usual ?? 0) + 0.3 * passed; // seconds between two pictures
     const ratio = this.renderer.getPixelRatio();
     if (this.usual < SLOW_S || ratio <= COARSEST) return;
     this.usual = 0;
@@ -252,11 +248,18 @@ export class Stage {
 
   dispose() {
     this.observer.disconnect();
-    this.unload();
+    if (this.content) dispose(this.content);
     this.controls.dispose();
     this.renderer.dispose();
     this.container.replaceChildren();
   }
+}
+
+function dispose(content) {
+  content.traverse((object) => {
+    object.geometry?.dispose();
+    for (const material of [object.material ?? []].flat()) material.dispose();
+  });
 }
 
 // A disc on the ground with a low wall of light around it, in the colour of the team that holds it.
