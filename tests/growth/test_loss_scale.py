@@ -12,9 +12,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 
 from esper.growth import GrowthError, grow
 from esper.growth.batches import ConstantPredictor, LossFunction
-from esper.growth.config import HeuristicConfig
+from esper.growth.config import HeuristicConfig, SeedOptimizerConfig
+from esper.growth.events import Probed
 from esper.growth.report.story import read_story
 from esper.growth.run import Grown
+from esper.runs import Event
 from tests.growth.builders import QUICK, Batch, Data, Script, config, make_data, make_host, make_loop
 
 
@@ -63,6 +65,31 @@ def test_a_loss_in_another_unit_gives_the_same_model(factor: float) -> None:
     assert seeds(there) == seeds(here)
     assert [entry.rent * factor for entry in here.ledger.entries] == pytest.approx([entry.rent for entry in there.ledger.entries])
     torch.testing.assert_close(dict(there.model.state_dict()), dict(here.model.state_dict()), rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.02, 1.0])
+def test_the_promises_of_a_loss_in_another_unit_are_the_same_share_of_it(max_grad_norm: float) -> None:
+    """SGD with a rate in inverse proportion makes the very same steps. With the lower limit the gradients of candidates are clipped."""
+
+    def promises(factor: float) -> dict[tuple[str, str], float]:
+        data, events = regression(6), list[Event]()
+        grow(
+            Interactions(),
+            data[:4],
+            data[4:],
+            lambda outputs, targets: factor * mse_loss(outputs, targets),
+            epochs=2,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1 / factor),
+            controller=Script(probes=[1]),
+            config=config(seed_optimizer=SeedOptimizerConfig(max_grad_norm=max_grad_norm)),
+            callbacks=[events.append],
+        )
+        probed = next(event for event in events if isinstance(event, Probed))
+        return {(slot, name): found / factor for slot, some in probed.promises.items() for name, found in some.items()}
+
+    expected = promises(1.0)
+    assert expected
+    assert promises(100.0) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.slow

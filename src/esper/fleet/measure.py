@@ -22,7 +22,6 @@ from esper.fleet.device import upload
 from esper.fleet.hosts import RowBackend
 from esper.fleet.seed_groups import SeedKind, SeedStorage, SeedStorages, StackedSeed, of_hosts
 from esper.fleet.stacked_model import StackedModel
-from esper.growth.config import GrowthConfig
 from esper.growth.host.layout import CPU
 from esper.growth.lifecycle.host_growth import HostGrowth
 from esper.growth.lifecycle.slots import SlotLifecycles
@@ -209,7 +208,7 @@ class RowProbe:
         """Add this step to the estimate of every candidate. `gradients` are those of `caught`, in order."""
         if not self._trials:
             self._trials = [
-                _Trial(slot, self._seed_storages[slot], blueprint, positions, [self._lifecycles[position].config for position in positions])
+                _Trial(slot, self._seed_storages[slot], blueprint, positions, [self._lifecycles[position] for position in positions])
                 for (slot, blueprint), positions in self._positions.items()
             ]
         by_slot = dict(zip(self._caught, gradients, strict=True))
@@ -243,11 +242,14 @@ class _Trial:
     Only the weights of the branch's zeroed last layer (`_live`, L numbers per host) have a gradient.
     """
 
-    def __init__(self, slot: str, storage: SeedStorage, blueprint: str, positions: list[int], configs: Sequence[GrowthConfig]) -> None:
+    def __init__(
+        self, slot: str, storage: SeedStorage, blueprint: str, positions: list[int], lifecycles: Sequence[SlotLifecycles[RowBackend]]
+    ) -> None:
         self.slot, self.seed_kind, self.positions = slot, storage.seed_kinds[blueprint], positions
-        self._storage, self._max_norm = storage, configs[0].seed_optimizer.max_grad_norm
+        # All hosts have the same limit, and the same task, so the same unit of the loss.
+        self._storage, self._max_norm, self._unit = storage, lifecycles[0].config.seed_optimizer.max_grad_norm, lifecycles[0].unit
         self._index = upload(positions, storage.place.device)
-        self._weights = _draw_weights(self.seed_kind, [config.seed for config in configs])
+        self._weights = _draw_weights(self.seed_kind, [one.config.seed for one in lifecycles])
         self._live = {name: self._weights[name].requires_grad_() for name in self.seed_kind.live}  # [R, ...]
         first = next(iter(self._live.values()))
         # Sum of the gradients [R, L], sum of their squared norms [R], and number of steps [R] over the steps with a finite gradient.
@@ -272,7 +274,7 @@ class _Trial:
         sum_square = self._sums.double().square().sum(1)
         expected = self._sums * signal_scale(sum_square, self._squares, self._steps).to(self._sums.dtype).unsqueeze(1)
         # Clip as in training, and ask the optimiser for its move along that gradient.
-        clip = clip_scale(self._squares, self._steps, self._max_norm)
+        clip = clip_scale(self._squares, self._steps, self._max_norm, unit=self._unit)
         moved = self._storage.make(expected[:, :0]).moves(expected * clip.to(expected.dtype).unsqueeze(1), STEPS_ALONG)
         return (moved.double() * expected.double()).sum(1)
 

@@ -319,7 +319,7 @@ def _fall(trial: _Trial, slot: str, make_learner: MakeLearner) -> Tensor | None:
         return None
     learner = make_learner(slot, nn.ParameterList([torch.zeros_like(parameter) for parameter in trial.live]))
     share = signal_scale(squared_norm(trial.sums), trial.squares, trial.steps)
-    clip = clip_scale(trial.squares, trial.steps, learner.config.max_grad_norm)
+    clip = clip_scale(trial.squares, trial.steps, learner.config.max_grad_norm, unit=learner.loss_unit)
     return fall_in_a_step(learner, [part * share.to(part.dtype) for part in trial.sums], clip)
 
 
@@ -358,9 +358,12 @@ def signal_scale(together: Tensor, squares: Tensor, steps: Tensor) -> Tensor:
     return torch.where(steps > 1, share / steps, math.nan)
 
 
-def clip_scale(squares: Tensor, steps: Tensor, max_norm: float | None) -> Tensor:
-    """Return the factor of gradient clipping, from the sum of the squared norms and the number of gradients; all [...]."""
-    return torch.ones_like(squares) if max_norm is None else (max_norm / ((squares / steps).sqrt() + 1e-6)).clamp(max=1.0)
+def clip_scale(squares: Tensor, steps: Tensor, max_norm: float | None, *, unit: float) -> Tensor:
+    """Return the factor of gradient clipping, from the sum of the squared norms and the number of gradients; all [...].
+
+    `max_norm` is given in units of the loss, as for seeds; `unit` is that unit.
+    """
+    return torch.ones_like(squares) if max_norm is None else (max_norm * unit / ((squares / steps).sqrt() + 1e-6)).clamp(max=1.0)
 
 
 def capped(promises: Promises, *, loss: float | None, steps: int) -> Promises:
@@ -485,7 +488,9 @@ class ProbeRunner:
         return group_of(self.optimizer, self.slotted.host.get_submodule(slot), self.slotted.host)
 
     def _make_learner(self, slot: str, weights: nn.Module) -> SeedLearner:
-        return SeedLearner(weights, self.optimizer, self._group(slot), self.lifecycles.config.seed_optimizer, self.make)
+        learner = SeedLearner(weights, self.optimizer, self._group(slot), self.lifecycles.config.seed_optimizer, self.make)
+        learner.loss_unit = self.lifecycles.unit
+        return learner
 
     def state_dict(self) -> dict[str, Any] | None:
         return None if self.probe is None else self.probe.state_dict()
