@@ -46,17 +46,6 @@ def test_table_columns_are_aligned_with_their_names() -> None:
         assert all(line[heading.index(name) - 1] == " " != line[heading.index(name)] for line in lines), name
 
 
-def test_the_reason_of_a_removed_seed_is_that_of_its_withdrawal() -> None:
-    seed = entry(1, "conv3x3", "pruned")
-    seed.steps += [Step(6, Stage.BLENDING, "it does not pay; alpha falls to 0"), Step(8, Stage.PRUNED, "alpha has fallen to 0")]
-    assert seed.why == "it does not pay; alpha falls to 0"
-    seed.outcome = "rolled back"
-    assert seed.why == "alpha has fallen to 0", "something else came between"
-    seed.outcome = "pruned"
-    seed.steps[-2] = Step(6, Stage.HOLDING, "alpha has risen")
-    assert seed.why == "alpha has fallen to 0", "nothing was said before"
-
-
 def test_blueprints_are_summed_up() -> None:
     heading, conv, norm = some().analytics().splitlines()
     assert cells(heading) == ANALYTICS_HEADING

@@ -26,6 +26,7 @@ from esper.growth.lifecycle.stages import (
     Stage,
     may_move,
 )
+from esper.growth.report.story import Story
 from tests.growth.builders import QUICK, QUICK_SHADOW, SLOTS, Loop, Script, config, make_data, make_host, make_loop
 
 GROW = {0: [Germinate("first", "test", "mlp")]}
@@ -104,6 +105,19 @@ def test_a_seed_that_is_withdrawn_fades_and_the_slot_waits_out_its_embargo() -> 
     assert refusals(loop) == ["the slot is under embargo after a pruned seed"] * 2
     assert [entry.blueprint for entry in loop.grower.ledger.entries] == ["mlp", "norm"]
     assert loop.grower.lifecycles.backends["first"].life.tried == ["mlp"]
+
+
+@pytest.mark.parametrize("withdraw_epochs", [0, 2])
+def test_the_ledger_gives_the_reason_of_the_prune_not_that_of_a_retarget_before_it(withdraw_epochs: int) -> None:
+    rules = LifecycleConfig(holding_epochs=1, blend_epochs=2, withdraw_epochs=withdraw_epochs)
+    loop = make_loop(Script({**GROW, 1: [Retarget("first", "less is enough", 0.5)], 2: [Prune("first", "it does not pay")]}), config(rules))
+    loop.epoch(epochs=2 + withdraw_epochs)
+    assert stages(loop)[:4] == ["GERMINATED", "HOLDING", "BLENDING", "PRUNED"]
+    assert loop.grower.ledger.entries[0].why == "it does not pay"
+    story = Story()
+    for event in loop.events:
+        story.take(event)
+    assert story.seeds[0].why == "it does not pay"
 
 
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])

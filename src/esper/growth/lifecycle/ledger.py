@@ -52,10 +52,8 @@ class Entry(msgspec.Struct):
 
     @property
     def why(self) -> str:
-        """Reason for its present state. For a seed that was withdrawn, the reason was given when alpha began to fall."""
-        reasons = [self.reason, *(step.reason for step in self.steps)]
-        is_withdrawn = self.outcome == "pruned" and was_withdrawn([step.stage for step in self.steps])
-        return reasons[-2] if is_withdrawn else reasons[-1]
+        """Reason for its present state."""
+        return self.steps[-1].reason if self.steps else self.reason
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -175,8 +173,3 @@ def gain_in_words(gain: float | None, low: float | None, high: float | None, *, 
         return f"{figure(gain, sign='+')}, interval unknown"
     middle = figure(gain, sign="+")
     return f"{middle} ±{figure((high - low) / 2)}" if is_short else f"{middle} [{figure(low, sign='+')}, {figure(high, sign='+')}]"
-
-
-def was_withdrawn(stages: Sequence[Stage]) -> bool:
-    """Return whether a pruned seed was withdrawn, that is, whether alpha fell from HOLDING before it was removed."""
-    return tuple(stages[-3:]) == (Stage.HOLDING, Stage.BLENDING, Stage.PRUNED)

@@ -18,7 +18,7 @@ from esper.growth.events import (
     StageEntered,
     TwinCompared,
 )
-from esper.growth.lifecycle.ledger import Outcome, was_withdrawn
+from esper.growth.lifecycle.ledger import Outcome
 from esper.growth.lifecycle.stages import LIVING, OCCUPIED, Stage
 from esper.runs import Event, read
 from esper.runs.anomalies import Anomaly
@@ -149,7 +149,7 @@ class Story:
             self._end(seed, "kept", event.epoch, event.reason)
         elif event.stage == Stage.PRUNED.name:
             self._remark(event.epoch, f"pruned {event.slot}: {event.reason}")
-            self._end(seed, "pruned", event.epoch, seed.why if was_withdrawn([Stage[name] for _, name in seed.stages]) else event.reason)
+            self._end(seed, "pruned", event.epoch, event.reason)
         else:
             seed.why = event.reason
 
