@@ -16,6 +16,7 @@ from esper.rl import PPO, NetworkConfig, Policy, PPOConfig, TrainConfig, load_po
 from esper.runs import CheckpointError, write_state, write_tensors
 from esper.vecenv import make
 from esper.vecenv.gymnasium import from_gymnasium
+from esper.vecenv.spaces import spaces_of
 from tests.commands import assert_same_state
 
 SMALL = PPOConfig(
@@ -133,6 +134,25 @@ def test_observations_of_another_shape_are_refused_with_both_shapes():
         learner(KINDS["bytes"], spaces.Discrete(3)).predict(np.zeros(3))
     with pytest.raises(ValueError, match="Use predict"):
         ppo.policy.act(np.zeros(3))
+
+
+def test_a_policy_with_spaces_of_its_own_refuses_those_of_another_environment():
+    policy = learner(spaces.Box(-1, 1, (3,)), spaces.Discrete(2, start=1)).policy
+    own = policy.spaces
+    policy.fit_spaces(own)
+    with pytest.raises(ValueError, match=r"the environment observes .*5.*, but this policy needs .*3"):
+        policy.fit_spaces(spaces_of(spaces.Box(-1, 1, (5,)), spaces.Discrete(2, start=1)))
+    with pytest.raises(ValueError, match=r"the action spec has the heads .*, but the action space gives"):
+        policy.fit_spaces(spaces_of(spaces.Box(-1, 1, (3,)), spaces.Discrete(4)))
+    assert policy.spaces == own
+
+
+def test_a_policy_without_spaces_of_its_own_keeps_none_of_an_environment_that_it_refuses():
+    policy = PPO(make("cue", 2), SMALL).policy
+    own = policy.spaces
+    with pytest.raises(ValueError, match="the environment observes"):
+        policy.fit_spaces(spaces_of(spaces.Box(-1, 1, (99,)), spaces.Discrete(policy.action_spec.discrete[0].size)))
+    assert policy.spaces == own
 
 
 def test_the_memory_of_a_recurrent_policy_is_passed_on_and_emptied_at_the_start_of_an_episode():

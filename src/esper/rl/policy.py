@@ -264,13 +264,13 @@ class Policy(nn.Module):
         return first_of(batch) if is_single else batch, after.cpu().numpy() if self.core.state_size else None
 
     def fit_spaces(self, spaces: Spaces) -> None:
-        """Use the spaces of an environment if the policy was saved without any; raise ValueError if they do not fit it then."""
-        if self.spaces == spaces_of_specs(self.observation_spec, self.action_spec):
-            action_part_for(spaces.action, self.action_spec)
-            self.spaces = spaces
-        specs = {part.name: part.spec for part in observation_parts(self.spaces.observation)}
+        """Raise ValueError if the spaces of an environment do not fit the policy. Use them if the policy was saved without any."""
+        action_part_for(spaces.action, self.action_spec)
+        specs = {part.name: part.spec for part in observation_parts(spaces.observation)}
         if specs != self.observation_spec:
             raise ValueError(f"the environment observes {specs}, but this policy needs {self.observation_spec}")
+        if self.spaces == spaces_of_specs(self.observation_spec, self.action_spec):
+            self.spaces = spaces
 
     def exportable(self) -> nn.Module:
         """Return a module for `torch.export` that computes the most likely actions by head and the next state.
