@@ -139,6 +139,18 @@ def test_unsquashing_an_action_restores_the_choice():
     assert torch.allclose(again.latent[small], choice.latent[small], atol=1e-3)
 
 
+@pytest.mark.parametrize("spec", [ActionSpec((Discrete("op", 3), Discrete("slot", 2))), ActionSpec((Continuous("push", 2),))])
+def test_a_choice_has_the_same_shapes_for_actions_in_any_order(spec: ActionSpec):
+    distribution = ActionDistribution(spec)
+    parameters = torch.randn(5, distribution.num_parameters, generator=generator())
+    choice = distribution.choose(parameters, {}, distribution.noise((5,), generator(1)))
+    actions = distribution.actions(choice)
+    for order in (list(actions), list(reversed(actions))):
+        found = distribution.choice({name: actions[name] for name in order})
+        assert torch.equal(found.picked, choice.picked)
+        assert found.latent.shape == choice.latent.shape
+
+
 def test_the_entropy_of_a_squashed_gaussian_equals_monte_carlo():
     mean, log_std = torch.tensor([0.0, 0.5, 1.5], dtype=torch.float64), torch.tensor([-1.0, 0.0, 0.5], dtype=torch.float64)
     latent = mean + log_std.exp() * torch.randn(400_000, 3, generator=generator(), dtype=torch.float64)

@@ -210,12 +210,12 @@ class ActionDistribution:
 
     def choice(self, actions: Actions) -> Choice:
         """Return the choice that gives these actions: the inverse of `actions`, finite even at ±1."""
-        some = next(iter(actions.values()))
         discrete = [actions[head.name] for head in self.spec.discrete]
         latent = [latent_of_action(actions[head.name]) if head.is_bounded else actions[head.name] for head in self.spec.continuous]
-        batch = some.shape if discrete and some is discrete[0] else some.shape[:-1]
-        index = torch.stack(discrete, dim=-1) if discrete else torch.empty(*batch, 0, dtype=torch.int64, device=some.device)
-        return Choice(index, torch.cat(latent, dim=-1) if latent else torch.empty(*batch, 0, device=some.device))
+        if not discrete:
+            return Choice(torch.empty(*latent[0].shape[:-1], 0, dtype=torch.int64, device=latent[0].device), torch.cat(latent, dim=-1))
+        empty = torch.empty(*discrete[0].shape, 0, device=discrete[0].device)
+        return Choice(torch.stack(discrete, dim=-1), torch.cat(latent, dim=-1) if latent else empty)
 
     def _mask(self, head: _Head, masks: Masks, columns: list[Tensor]) -> Tensor | None:
         """Return the mask of a head [B, K], given the choice of its parent; None if it has none."""
