@@ -73,6 +73,29 @@ def test_an_endless_episode_is_cut_at_the_step_limit_and_counted_with_a_warning(
         assert PPO(Uneven(num_envs=3), SMALL).evaluate(episodes=3, max_steps=3).cut == 0
 
 
+def test_an_evaluation_closes_the_environments_that_it_makes_and_no_others():
+    closed: list[Counting] = []
+
+    class Closing(Counting):
+        def close(self) -> None:
+            closed.append(self)
+
+    def make_env(num_envs: int) -> Counting:
+        return Closing(num_envs)
+
+    ppo = PPO(Closing(2), SMALL)
+    given = Closing(2)
+    ppo.evaluate(given, episodes=2)
+    ppo.evaluate(episodes=2)
+    assert not closed
+    ppo.evaluate(make_env, episodes=2)
+    assert len(closed) == 1
+    with pytest.raises(ValueError, match="episodes must be at least 1"):
+        ppo.evaluate(make_env, episodes=0)
+    assert len(closed) == 2
+    assert not {id(env) for env in closed} & {id(given), id(ppo.env)}
+
+
 @pytest.mark.slow
 def test_a_run_in_an_endless_environment_comes_to_its_end_and_says_that_episodes_were_cut(tmp_path: Path, capsys) -> None:
     pytest.importorskip("gymnasium")

@@ -313,14 +313,19 @@ class PPO:
     ) -> PolicyEvaluation:
         """Play whole episodes and return their returns and lengths. Nothing is learned, and no normaliser changes.
 
-        `env` is anything that PPO takes. Without it the training environments are used, which begin new episodes afterwards. An episode
-        that is longer than `max_steps` steps is cut, with a warning.
+        `env` is anything that PPO takes; environments made from a name or a function are closed afterwards. Without `env` the training
+        environments are used, which begin new episodes afterwards. An episode that is longer than `max_steps` steps is cut, with a
+        warning.
         """
         generator = None if deterministic else self.streams.spawn("evaluation").torch(str(seed), self.device)
         if env is None:
             self._has_begun = False
         batch = self.env if env is None else _as_batch(env, None, self.device)
-        result = evaluate(self.policy, batch, episodes=episodes, generator=generator, seed=seed, max_steps=max_steps)
+        try:
+            result = evaluate(self.policy, batch, episodes=episodes, generator=generator, seed=seed, max_steps=max_steps)
+        finally:
+            if env is not None and (isinstance(env, type) or not hasattr(env, "step")):  # it was made here
+                batch.close()
         if (warning := result.warning(max_steps)) is not None:
             warn(f"{warning}; set max_steps to change the limit", stacklevel=2)
         return result
