@@ -30,6 +30,7 @@ from esper.league.training import load_player, play_against_bot, prepare_arena, 
 from esper.parallel import Ranks
 from esper.replay_file import find_replays, read_replay
 from esper.rl.checkpoints import open_store
+from esper.rl.evaluate import EvaluationStopped
 from esper.rl.events import Update
 from esper.rl.run_setup import CheckpointEvaluated, Evaluated, RunEnded, RunStarted
 from esper.runs import Event, Resumed, read
@@ -186,6 +187,17 @@ def test_evaluations_of_a_run_are_fought_in_one_arena_whose_maps_no_small_seed_g
     seeds = {seed_of_unseen_maps(purpose, seed) for purpose in ("evaluation", "commands") for seed in range(100)}
     assert len(seeds) == 200
     assert min(seeds) > 100_000
+
+
+@pytest.mark.slow
+def test_a_stop_request_ends_an_evaluation_in_the_middle_of_its_battles() -> None:
+    config = config_for(eval_battles=2)
+    evaluator, policy = training.BotEvaluator(config), small_policy(config)
+    asked: list[bool] = []
+    with pytest.raises(EvaluationStopped, match="3 of at most 6 decisions"):
+        evaluator.score(policy, 0, lambda: asked.append(True) or len(asked) == 3)
+    assert len(asked) == 3
+    assert evaluator.score(policy, 0) == training.BotEvaluator(config).score(policy, 0), "the arena that was left is used again"
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from typing import Any, Literal, Unpack
 import msgspec
 import torch
 
+from esper.arena.arena import StepResult
 from esper.arena.recorder import Recorder
 from esper.config import load_saved
 from esper.devices import determinism, find_device, threads
@@ -34,7 +35,7 @@ from esper.league.store import FOLDER, LeagueStore, read_weights
 from esper.parallel import ALONE, Group
 from esper.replay_file import FOLDER as REPLAYS, SUFFIX, find_replays
 from esper.rl.checkpoints import open_store
-from esper.rl.evaluate import PolicyEvaluation
+from esper.rl.evaluate import EvaluationStopped, PolicyEvaluation
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO
 from esper.rl.run_setup import Relay
@@ -102,9 +103,17 @@ class BotEvaluator:
             return None
         if self._kept is None or self._kept[0] != seed:
             self._kept = seed, evaluation_arena(config, config.eval_battles, seed, policy.device)
-        arena = self._kept[1]
+        arena, decisions = self._kept[1], 0
+
+        def stop_if_asked(result: StepResult) -> None:
+            nonlocal decisions
+            decisions += 1
+            if should_stop():
+                most = arena.arena.config.decisions
+                raise EvaluationStopped(f"stopped after {decisions} of at most {most} decisions against {config.eval_against}")
+
         recorders = [Recorder(arena.arena, 0, teams=(name, config.eval_against))] if self.folder and config.eval_replays else []
-        result = arena.play(policy, config.eval_against, recorders=recorders)
+        result = arena.play(policy, config.eval_against, recorders=recorders, on_step=stop_if_asked)
         for recorder in recorders:
             self._keep(recorder, f"{RECORDED}{name}")
         return PolicyEvaluation(list(result.points), [round(result.decisions)] * len(result.points))
