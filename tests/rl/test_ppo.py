@@ -112,6 +112,36 @@ def test_a_truncated_episode_is_bootstrapped_alike_on_both_devices(device, monke
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_a_rollout_after_one_that_broke_off_has_no_final_observation_of_it(is_exact):
+    """The rollout that breaks off has seen truncated episodes; the environments are reset after it."""
+
+    class Failing(Counting):
+        calls, fails_at = 0, 0
+
+        def step(self, actions):
+            self.calls += 1
+            if self.calls == self.fails_at:
+                raise OSError("the simulator has gone")
+            return super().step(actions)
+
+    def collector(fails_at: int):
+        env = Failing(3, length=9)
+        env.fails_at = fails_at
+        ppo = PPO(env, config())
+        ppo.collector.finals.exact = is_exact
+        ppo.collector.reset(0)
+        return ppo.collector
+
+    broken, whole = collector(13), collector(0)
+    with pytest.raises(OSError, match="the simulator has gone"):
+        broken.collect(torch.Generator().manual_seed(0))
+    broken.env.length = whole.env.length = 100  # no episode ends in the next rollout
+    broken.reset(0)
+    found, expected = (one.collect(torch.Generator().manual_seed(1)).next_values for one in (broken, whole))
+    assert torch.equal(found, expected)
+
+
 def test_evaluation_changes_no_state_and_gives_every_environment_its_share():
     ppo = trained(PPO(make("cue", 4, delay=3), config()), 1)
     before = json.dumps(ppo.policy.normalizer.training_state()["obs"]["mean"].tolist())

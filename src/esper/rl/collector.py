@@ -197,6 +197,7 @@ class Collector:
             self._rollout = Rollout.allocate(self.policy, num_steps=self.num_steps, num_envs=self.env.num_envs, length=self.length)
         rollout = self._rollout
         self.env_seconds = 0.0
+        self.finals.clear()  # those of the last rollout, and of one that an error has broken off
         with torch.no_grad():
             self._take_steps(rollout, generator)
             torch.logical_not(torch.isfinite(rollout.rewards), out=rollout.bad_rewards)
@@ -334,7 +335,6 @@ class Collector:
         if finals is not None:
             positions, values = finals
             rollout.next_values.view(-1)[positions] = values
-        self.finals.clear()
 
     def _count_episodes(self, rollout: Rollout) -> None:
         """Record returns and lengths of the finished episodes.
