@@ -141,8 +141,8 @@ class Ranks(Group):
         else:
             try:
                 answer[0] = make()
-            except Exception as error:
-                answer[1] = f"{type(error).__name__}: {error}"
+            except BaseException as error:  # Ctrl-C too: without a text, the other ranks would go on without a value
+                answer[1] = ": ".join(filter(None, (type(error).__name__, str(error))))
                 raise
             finally:
                 dist.broadcast_object_list(answer, src=0, group=self.patient)

@@ -174,7 +174,15 @@ def exchange(rank: int) -> dict:
         group.first(lambda: 1 // 0)
     except (ZeroDivisionError, FirstRankFailed) as error:
         found["error"] = type(error).__name__
+    try:
+        group.first(interrupt)
+    except (KeyboardInterrupt, FirstRankFailed) as error:
+        found["interrupt"] = type(error).__name__, str(error)
     return found
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def run_rank(rank: int, folder: Path) -> None:
@@ -268,6 +276,11 @@ def test_a_group_sums_merges_broadcasts_and_agrees(results: list[dict]) -> None:
         assert found["weights"] == [0.0, 0.0, 0.0]
         assert found["opened"] == (rank == 0)
         assert found["error"] == ("ZeroDivisionError", "FirstRankFailed")[rank]
+
+
+def test_ctrl_c_on_the_first_rank_stops_the_others_too(results: list[dict]) -> None:
+    found = [result["exchange"].get("interrupt") for result in results]
+    assert found == [("KeyboardInterrupt", ""), ("FirstRankFailed", "KeyboardInterrupt")]
 
 
 OPTIONS = [
