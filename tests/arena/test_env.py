@@ -131,6 +131,27 @@ def test_a_saved_state_does_not_change_afterwards():
     assert int(env.arena.largest_team) == TINY.team_size
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda saved: saved["state"].pop("units/heat"), "missing: .*units/heat"),
+        (lambda saved: saved.update(problem=torch.zeros(2)), r"problem should be .*; got .* \(2,\)"),
+    ],
+)
+def test_a_damaged_state_of_another_seed_is_refused_and_leaves_the_arena_as_it_was(damage, message):
+    env, other = ArenaEnv(TINY, seed=3), ArenaEnv(TINY, seed=8)
+    saved = other.state_dict()
+    damage(saved)
+    arena = env.arena
+    before = arena.seed, arena.state, arena._seed_word.clone(), [world.clone() for world in arena.atlas.worlds]
+    with pytest.raises(ValueError, match=message):
+        env.load_state_dict(saved)
+    assert (arena.seed, int(arena._seed_word)) == (before[0], int(before[2]))
+    assert arena.state is before[1]
+    assert all(torch.equal(one, two) for one, two in zip(arena.atlas.worlds, before[3], strict=True))
+
+
 def test_a_state_of_another_arena_is_refused_by_name():
     env, smaller = ArenaEnv(TINY), ArenaEnv(small_config(size=16))
     with pytest.raises(ValueError, match=r"should be torch.\w+ \(2, .*; got torch.\w+ \(1, "):

@@ -210,9 +210,13 @@ class Arena:
         return {"seed": self.seed, "state": state, "problem": self._problem.clone(), "largest_team": self.largest_team.clone()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue from a `state_dict` of an arena of the same config. A state that does not fit raises and changes nothing."""
+        state = from_named(saved["state"], like=self.state)
+        for name, own in (("problem", self._problem), ("largest_team", self.largest_team)):
+            if saved[name].shape != own.shape:
+                raise ValueError(f"{name} should be {own.dtype} {tuple(own.shape)}; got {saved[name].dtype} {tuple(saved[name].shape)}")
         if saved["seed"] != self.seed:
             self._change_seed(int(saved["seed"]))
-        state = from_named(saved["state"], like=self.state)
         if self._recording is None:
             self.state = cloned(state)
         else:
