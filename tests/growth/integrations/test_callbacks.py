@@ -417,6 +417,16 @@ def test_the_last_checkpoint_of_transformers_is_found_and_one_without_growth_is_
     trainer = make_trainer(huggingface, make_callback(huggingface), tmp_path)
     with pytest.raises(GrowthError, match="checkpoint-10 has no folder 'growth'"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+    # The failed start leaves nothing behind: the callback has no grower, and trains from another checkpoint.
+    with pytest.raises(GrowthError, match="nothing has grown yet"):
+        trainer.growth.bake()
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert trainer.growth.grower.epoch == EPOCHS
+    # A callback that has grown a model loses it to the training that resumes, even if that fails.
+    with pytest.raises(GrowthError, match="checkpoint-10 has no folder 'growth'"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+    with pytest.raises(GrowthError, match="nothing has grown yet"):
+        trainer.growth.bake()
 
 
 def test_a_model_that_transformers_cannot_grow_is_refused(huggingface: ModuleType, tmp_path: Path) -> None:

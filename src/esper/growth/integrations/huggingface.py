@@ -17,6 +17,7 @@ the seeds out and report unexpected keys. The stages and optimisers of the seeds
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,18 +90,20 @@ class GrowthTrainerCallback(TrainerCallback):
                 raise GrowthError("this callback has grown a model already; bake() it, and make another callback for another training")
             self.grower.stop()
             self.grower.slotted.remove()
+            self.grower = None  # the Trainer has loaded other weights, so its seeds are of no use even if the start fails
         self._losses, self._batches = [], []
         self._loaders = _evaluation_loaders(trainer)
-        # Leave the user's model without slots if anything fails.
-        slotted = self._add_slots(trainer)
-        try:
-            self.grower = self._make_grower(trainer, slotted, epochs=state.num_train_epochs)
+        # Leave the user's model without slots, and its optimiser without hooks, if anything fails.
+        with ExitStack() as undo:
+            slotted = self._add_slots(trainer)
+            undo.callback(slotted.remove)
+            grower = self._make_grower(trainer, slotted, epochs=state.num_train_epochs)
+            undo.callback(grower.stop)
             if self.resumed is not None:
-                self.grower.load_state_dict(_read(self.resumed))
-        except BaseException:
-            slotted.remove()
-            raise
-        self.grower.begin()
+                grower.load_state_dict(_read(self.resumed))
+            undo.pop_all()
+        self.grower = grower
+        grower.begin()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """End the previous epoch if that has not happened: a run saved at the last step of an epoch resumes with the next epoch."""

@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -117,15 +118,16 @@ class GrowthCallback(Callback):
                 raise GrowthError("this callback has grown a model already; bake() it, and make another callback for another fit")
             self.grower.stop()
             self.grower.slotted.remove()
-        # Leave the user's model without slots if anything fails.
-        slotted = self._add_slots(trainer, pl_module)
-        try:
+            self.grower = None  # Lightning has loaded other weights, so its seeds are of no use even if the start fails
+        # Leave the user's model without slots, and its optimiser without hooks, if anything fails.
+        with ExitStack() as undo:
+            slotted = self._add_slots(trainer, pl_module)
+            undo.callback(slotted.remove)
             grower = self._make_grower(trainer, slotted)
+            undo.callback(grower.stop)
             if self._saved is not None:
                 grower.load_state_dict(self._saved)
-        except BaseException:
-            slotted.remove()
-            raise
+            undo.pop_all()
         self.grower, self._saved = grower, None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
