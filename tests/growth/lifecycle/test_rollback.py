@@ -513,6 +513,39 @@ def test_a_rollback_that_cannot_be_done_changes_nothing() -> None:
     assert_same(seeds_of(loop), seeds)
 
 
+class HalfWay:
+    """A schedule that fails in the middle of loading, once."""
+
+    def __init__(self) -> None:
+        self.places, self.factor, self.fails = [0], 0.0, True
+
+    def step(self) -> None:
+        self.places[0] += 1
+        self.factor += 1.0
+
+    def state_dict(self) -> dict:
+        return {"places": self.places, "factor": self.factor}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.places[:] = state["places"]  # in place
+        if self.fails:
+            self.fails = False
+            raise OSError("the disk is gone")
+        self.factor = state["factor"]
+
+
+def test_a_schedule_that_fails_half_way_through_loading_is_as_it_was_before() -> None:
+    schedule = HalfWay()
+    loop = make_loop(Script(), scheduler=schedule)
+    loop.epoch(epochs=2)
+    schedule.step()
+    before = snapshot(loop.host, loop.optimizer)
+    with pytest.raises(OSError, match="the disk is gone"):
+        loop.grower.after_step(torch.tensor(math.nan))
+    assert (schedule.places, schedule.factor) == ([1], 1.0)
+    assert_same(snapshot(loop.host, loop.optimizer), before)
+
+
 def test_a_saved_run_with_buffers_that_forward_passes_made_goes_on_in_a_fresh_model() -> None:
     def made() -> Loop:
         torch.manual_seed(3)

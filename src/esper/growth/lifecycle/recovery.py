@@ -340,23 +340,22 @@ class Recovery:
         # Load the parts that may still fail, such as a scheduler of the user. On an error, `undo` restores the parts already loaded.
         with ExitStack() as undo:
 
-            def load(part: Any, saved: Any) -> None:
-                before = part.state_dict()
+            def load(part: Any, saved: Any, before: Any) -> None:
+                undo.callback(part.load_state_dict, before)  # first, because loading may fail half way
                 part.load_state_dict(saved)
-                undo.callback(part.load_state_dict, before)
 
-            # Schedule and loss scale come first, then the optimisers, outermost first, and the seeds last.
+            # Schedule and loss scale come first, then the optimisers, outermost first, and the seeds last. Optimisers need no copy of
+            # their state: loading replaces its tensors.
             share_groups = _groups_shared(optimizers)
             undo.callback(share_groups)
             if self.scheduler is not None:
-                load(self.scheduler, state["scheduler"])
+                load(self.scheduler, state["scheduler"], copy_of(self.scheduler.state_dict()))
             if self.scaler is not None:
-                load(self.scaler, state["scaler"])
+                load(self.scaler, state["scaler"], copy_of(self.scaler.state_dict()))
             for optimizer, saved in zip(optimizers, merged, strict=False):
-                load(optimizer, saved)
+                load(optimizer, saved, optimizer.state_dict())
             share_groups()
-            undo.callback(self.lifecycles.load_state_dict, copy_of(self.lifecycles.state_dict()))
-            self.lifecycles.load_state_dict(state["garden"])
+            load(self.lifecycles, state["garden"], copy_of(self.lifecycles.state_dict()))
             undo.pop_all()
 
         # Nothing below can fail.
