@@ -154,6 +154,15 @@ def test_a_lower_bound_is_reported_where_the_memory_of_a_host_cannot_be_measured
         raise torch.OutOfMemoryError
 
 
+def test_unknown_room_is_called_unknown_when_memory_runs_out() -> None:
+    with pytest.raises(FleetError) as caught, explained(4, lambda: Memory(100, 20, 3), 100, room=None, device=CPU):
+        raise torch.OutOfMemoryError
+    assert str(caught.value) == (
+        "4 hosts do not fit: one takes about 123 B, and the free memory of cpu is unknown. Take fewer hosts, a smaller batch_size, "
+        "a larger accumulate, checkpoint = true, or governor.keep = 1"
+    )
+
+
 def test_the_free_memory_of_this_machine_is_known() -> None:
     free = free_bytes(CPU)
     assert free is None or free > 10**7

@@ -195,15 +195,15 @@ def _room_of_group(folder: Path, limit: str, used: str, cached: str) -> Iterator
 def check_fits(hosts: int, each: int, *, room: int | None, device: torch.device) -> None:
     """Raise FleetError if `hosts` hosts of `each` bytes do not fit into `room` bytes. None: the room is unknown, so nothing is checked."""
     if room is not None and hosts * each > room:
-        raise FleetError(_too_many(hosts, each, room // each, room, device))
+        raise FleetError(_too_many(hosts, each, room, device))
 
 
 @contextmanager
 def explained(hosts: int, memory: Callable[[], Memory], least: int, *, room: int | None, device: torch.device) -> Iterator[None]:
     """Turn an out-of-memory error inside the context into a FleetError that says how many hosts would fit.
 
-    `room` is the number of free bytes before the fleet was made. `memory` is called to estimate the bytes of a host. Where even that runs
-    out of memory, `least` is used.
+    `room` is the number of free bytes before the fleet was made; None if it is unknown. `memory` is called to estimate the bytes of a host.
+    Where even that runs out of memory, `least` is used.
     """
     try:
         yield
@@ -218,14 +218,17 @@ def explained(hosts: int, memory: Callable[[], Memory], least: int, *, room: int
             each = memory().most
         except torch.OutOfMemoryError:
             each = least
-        room = room or 0
-        raise FleetError(_too_many(hosts, each, min(room // each, hosts - 1), room, device)) from error
+        raise FleetError(_too_many(hosts, each, room, device)) from error
 
 
-def _too_many(hosts: int, each: int, fitting: int, room: int, device: torch.device) -> str:
-    """Return the message of the error: `fitting` is the number of hosts that would fit."""
+def _too_many(hosts: int, each: int, room: int | None, device: torch.device) -> str:
+    """Return the message of the error for `hosts` hosts of `each` bytes. None: the room is unknown."""
+    if room is None:
+        free = f"the free memory of {device} is unknown"
+    else:
+        fitting = min(room // each, hosts - 1)  # an estimate: all of them did not fit
+        free = f"{device} had {in_words(room)} for them; {fitting or 'not even one'} would fit"
     return (
-        f"{hosts} hosts do not fit: one takes about {in_words(each)}, and {device} had {in_words(room)} for them; "
-        f"{fitting or 'not even one'} would fit. Take fewer hosts, a smaller batch_size, a larger accumulate, checkpoint = true, "
-        "or governor.keep = 1"
+        f"{hosts} hosts do not fit: one takes about {in_words(each)}, and {free}. Take fewer hosts, a smaller batch_size, "
+        "a larger accumulate, checkpoint = true, or governor.keep = 1"
     )
