@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 import esper
+from esper.cli.doctor import EXTRAS, REQUIRED
 from esper.cli.main import COMMANDS, function_of, main
 from tests.commands import last_line
 
@@ -155,6 +158,21 @@ def test_the_doctor_says_how_to_get_what_is_missing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("esper.cli.doctor.EXTRAS", {"gym": ("no-such-package",)})
     assert main(["doctor"]) == 0
     assert "pip install 'esper-grow[gym]'" in capsys.readouterr().out
+
+
+def test_the_doctor_lists_every_package_that_esper_needs_or_can_use() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    names = {extra: _names_of(needed) for extra, needed in project["optional-dependencies"].items() if extra not in FOR_DEVELOPERS}
+    assert names == EXTRAS
+    assert _names_of(project["dependencies"]) == REQUIRED
+
+
+FOR_DEVELOPERS = ("dev", "bench", "interop", "docs")  # extras that no command of esper uses
+
+
+def _names_of(requirements: list[str]) -> tuple[str, ...]:
+    """Return the names of packages without extras, versions and markers."""
+    return tuple(re.match(r"[\w.-]+", text)[0] for text in requirements)
 
 
 def test_the_built_in_environments_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ DESCRIPTION = "Says what is installed, which devices there are, and what is miss
 
 REQUIRED = ("torch", "numpy", "msgspec", "tyro", "rich", "safetensors", "matplotlib")
 EXTRAS = {
+    "numba": ("numba",),
     "gym": ("gymnasium", "pettingzoo"),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
