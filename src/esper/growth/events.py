@@ -104,6 +104,7 @@ class RolledBack(Event, tag="rolled_back"):
     embargoed: list[str]  # slots whose seeds were pruned
     steps_lost: int | None = None  # training steps that it undid, without those that an earlier rollback did; None: not known
     seconds_lost: float | None = None  # the time of these steps, with evaluations; None after a resume
+    brought_back: list[str] = []  # slots whose seeds had been pruned or withdrawn since, and may not be pruned for some epochs
 
 
 class Probed(Event, tag="probed"):

@@ -15,6 +15,7 @@ from esper.growth import Diverged, GrowthError
 from esper.growth.config import GovernorConfig
 from esper.growth.events import RolledBack
 from esper.growth.lifecycle.stages import Advance, Fossilize, Germinate, Prune, Stage
+from esper.growth.report.story import Story
 from tests.growth.builders import (
     QUICK,
     QUICK_SHADOW,
@@ -184,6 +185,38 @@ def test_a_rollback_restores_a_seed_that_was_pruned_after_the_snapshot() -> None
     assert entry.steps[-1].stage is Stage.HOLDING
     loop.epoch(epochs=2)
     assert loop.grower.rollbacks == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("withdraw_epochs", [0, 1, 3])
+def test_a_seed_whose_removal_caused_a_rollback_comes_back_and_is_not_pruned_again_at_once(withdraw_epochs: int) -> None:
+    """The controller wants to prune a seed without which the loss is fifty times as high."""
+    rules = LifecycleConfig(holding_epochs=1, withdraw_epochs=withdraw_epochs, blend_epochs=1, embargo_epochs=3)
+    script = Script({**GROW, **{epoch: [Prune("first", "it does not pay")] for epoch in range(6, 30)}})
+    loop = make_loop(script, config(rules, governor=GovernorConfig(uninformed_loss=100.0)))
+    slot = loop.slotted.slots["first"]
+    for _ in range(30):
+        for _ in loop.data:
+            loop.step_host()
+            loop.grower.after_step(torch.tensor(1.0 if slot.seed is not None and slot.alpha > 0.5 else 50.0))
+        loop.grower.after_epoch(lambda: [1.0])
+    (entry,) = loop.grower.ledger.entries
+    assert entry.outcome == "living"
+    assert slot.alpha > 0.5
+    # The embargo on pruning it doubles: 3 epochs, then 6, then 12.
+    events = [event for event in loop.events if event.kind == "rolled_back"]
+    assert 2 <= len(events) <= 4
+    assert all((event.embargoed, event.brought_back) == ([], ["first"]) for event in events)
+    assert entry.brought_back == len(events)
+    assert [step.reason.partition(":")[0] for step in entry.steps].count("it is back") == len(events)
+    story = Story()
+    for event in loop.events:
+        story.take(event)
+    (seed,) = story.seeds
+    assert (seed.outcome, seed.stages[-1][1]) == ("living", "HOLDING")
+    assert [stage for _, stage in seed.stages].count("GERMINATED") == 1
+    refusals = {refused.reason for refused in loop.grower.ledger.refused}
+    assert "the governor brought the seed back after its removal; it may be pruned in 5 epochs" in refusals
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@ class Heuristic:
             return []
         is_last = state.epochs is not None and state.epoch >= state.epochs
         is_settled = slot.epochs_in_stage >= PATIENCE * self.lifecycle.holding_epochs
-        return judge(name, measured, slot.rent, may_prune=is_settled or is_last, is_last=is_last)
+        return judge(name, measured, slot.rent, may_prune=(is_settled or is_last) and not slot.prune_embargo, is_last=is_last)
 
     # New seeds
 

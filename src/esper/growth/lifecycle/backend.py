@@ -46,6 +46,7 @@ class Life(msgspec.Struct):
     is_withdrawing: bool = False
     why_withdrawn: str = ""
     embargo_left: int = 0  # epochs until the slot is dormant again
+    prune_embargo: int = 0  # epochs until the seed may be pruned, see SlotLifecycles.bring_back
     gradients: GradientStats | None = None
     contribution: Contribution | None = None
     looks: int = 0  # number of times that the contribution of this seed was measured

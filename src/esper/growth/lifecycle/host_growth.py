@@ -385,12 +385,23 @@ class HostGrowth(Generic[AnyBackend]):
         }
 
     def suspects(self) -> dict[str, int]:
-        """Return the slots with a connected seed that is not fossilized, and the seeds' numbers. One of them may have caused a disaster."""
+        """Return the slots with a connected seed that is not fossilized, and the seeds' numbers. One of them may have caused a disaster.
+
+        A seed that is being withdrawn is none of them: if it had a part in the disaster, then by its removal.
+        """
         return {
             name: backend.life.number
             for name, backend in self.lifecycles.backends.items()
-            if backend.is_connected and backend.life.stage is not Stage.FOSSILIZED and backend.life.number is not None
+            if backend.is_connected
+            and backend.life.stage is not Stage.FOSSILIZED
+            and backend.life.number is not None
+            and not backend.life.is_withdrawing
         }
+
+    def _withdrawn(self) -> set[int]:
+        """Return the numbers of the seeds that are being withdrawn."""
+        lives = (backend.life for backend in self.lifecycles.backends.values())
+        return {life.number for life in lives if life.is_withdrawing and life.number is not None}
 
     def find_scale(self, chunks: list[float], val_loss: float) -> None:
         """Set the scale from the losses of an epoch, usually the first, if it is not known yet. All ranks must pass the same losses."""
@@ -401,7 +412,7 @@ class HostGrowth(Generic[AnyBackend]):
     def verdict(self, chunks: list[float], val_loss: float) -> Verdict:
         """Return the governor's verdict on an epoch. `chunks` are the mean training losses of its parts, in order. May set the scale."""
         self.find_scale(chunks, val_loss)
-        return self.governor.judge(chunks, val_loss, is_blameless=not self.suspects())
+        return self.governor.judge(chunks, val_loss, is_blameless=not self.suspects() and not self._withdrawn())
 
     def end_epoch(self, chunks: list[float], val_loss: float, measured: Mapping[str, Contribution], promises: Promises | None) -> None:
         """Close an epoch: note losses, contributions and the results of the probe, and emit their events.
@@ -434,8 +445,12 @@ class HostGrowth(Generic[AnyBackend]):
             recovery.take_snapshot()
 
     def go_back(self, reason: str, recovery: Recovers) -> None:
-        """After a disaster: restore the host to a healthy snapshot and put the slots of all suspects under embargo."""
+        """After a disaster: restore the host to a healthy snapshot and put the slots of all suspects under embargo.
+
+        Seeds that were pruned or began to be withdrawn since the snapshot come back, see `SlotLifecycles.bring_back`.
+        """
         suspects = self.suspects()
+        removed = self._withdrawn() | {entry.number for entry in self.ledger.entries if entry.outcome == "pruned"}
         # Restore first: if that is not possible, it raises before anything else has changed.
         to_epoch = recovery.go_back(is_repeated=self.governor.rollbacks_in_a_row > 0)
         steps_lost, seconds_lost = self.history.go_back(to_epoch)
@@ -443,9 +458,10 @@ class HostGrowth(Generic[AnyBackend]):
         self.history.forget_losses()
         # The seeds are those of the snapshot again. Correct the ledger, then prune and embargo the suspects.
         why = f"the governor went back: {reason}"
-        self.lifecycles.square_ledger(why)
+        self.lifecycles.square_ledger(why, removed=removed)
         for name, number in suspects.items():
             self.lifecycles.banish(name, number, why)
+        back = self.lifecycles.bring_back(removed)
         self.ledger.rollbacks.append(Rollback(self.epoch, to_epoch, reason))
         self.emit(
             RolledBack(
@@ -453,6 +469,7 @@ class HostGrowth(Generic[AnyBackend]):
                 to_epoch=to_epoch,
                 reason=reason,
                 embargoed=list(suspects),
+                brought_back=back,
                 steps_lost=steps_lost,
                 seconds_lost=seconds_lost,
             )

@@ -49,6 +49,7 @@ class Entry(msgspec.Struct):
     gain_high: float | None = None
     rent: float = 0.0
     ended: int | None = None  # epochs finished when it was kept, pruned or rolled back
+    brought_back: int = 0  # rollbacks that undid its removal
 
     @property
     def why(self) -> str:

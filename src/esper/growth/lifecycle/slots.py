@@ -7,7 +7,7 @@ module behind a submodule of the host, with an optimiser of its own. A fleet has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -158,8 +158,30 @@ class SlotLifecycles(Generic[AnyBackend]):
             life.stage, life.blueprint, life.tried = Stage.PRUNED, entry.blueprint, [*life.tried, entry.blueprint]
             self._embargo(name)
 
-    def square_ledger(self, reason: str) -> None:
-        """After a rollback: make the ledger agree with the slots.
+    def bring_back(self, removed: Collection[int]) -> list[str]:
+        """After a rollback: keep the restored seeds among `removed`, whose removal may have caused the disaster. Return their slots.
+
+        A withdrawal that had begun before the snapshot is cancelled. The seed may not be pruned for `embargo_epochs` epochs (at least
+        one), and for twice as long each further time. Otherwise a controller would prune it again, and the governor would go back again.
+        """
+        found = []
+        for name, backend in self.backends.items():
+            life = backend.life
+            if life.number not in removed or life.stage not in LIVING or not backend.is_connected:
+                continue
+            entry = self._entry(life)
+            assert entry is not None
+            if life.is_withdrawing:
+                assert life.ramp is not None
+                life.is_withdrawing, life.why_withdrawn = False, ""
+                self._ramp(backend, life.ramp.start, self.config.lifecycle.blend_epochs)
+            entry.brought_back += 1
+            life.prune_embargo = max(self.config.lifecycle.embargo_epochs, 1) * 2 ** (entry.brought_back - 1)
+            found.append(name)
+        return found
+
+    def square_ledger(self, reason: str, *, removed: Collection[int]) -> None:
+        """After a rollback: make the ledger agree with the slots. `removed` are the seeds that were pruned or being withdrawn before it.
 
         An entry whose seed is gone becomes "rolled back". An entry whose seed was restored becomes "living" again.
         """
@@ -168,7 +190,7 @@ class SlotLifecycles(Generic[AnyBackend]):
             life = lives.get(entry.number)
             if life is None and entry.outcome in ("living", "kept"):
                 self._undo(entry, reason)
-            elif life is not None and life.stage in LIVING and entry.outcome != "living":
+            elif life is not None and life.stage in LIVING and (entry.outcome != "living" or entry.number in removed):
                 entry.outcome, entry.ended = "living", None
                 entry.steps.append(Step(self.epoch, life.stage, f"it is back: {reason}"))
 
@@ -226,6 +248,7 @@ class SlotLifecycles(Generic[AnyBackend]):
         for name, backend in self.backends.items():
             life = backend.life
             life.epochs_in_stage += 1
+            life.prune_embargo = max(life.prune_embargo - 1, 0)
             if life.stage in OCCUPIED:
                 life.age += 1
             if (gradients := backend.gradients()) is not None:
@@ -325,6 +348,7 @@ class SlotLifecycles(Generic[AnyBackend]):
             age=life.age,
             epochs_in_stage=life.epochs_in_stage,
             is_withdrawing=life.is_withdrawing,
+            prune_embargo=life.prune_embargo,
             gradients=life.gradients,
             contribution=life.contribution,
             candidates=self._candidates(name, promises, added, allowed) if life.stage is Stage.DORMANT else (),

@@ -122,6 +122,7 @@ class SlotState:
     age: int = 0  # epochs since the seed germinated
     epochs_in_stage: int = 0
     is_withdrawing: bool = False  # alpha is falling to 0, then the seed is pruned
+    prune_embargo: int = 0  # epochs until it may be pruned; above 0 after a rollback that its removal may have caused
     gradients: GradientStats | None = None
     contribution: Contribution | None = None
     candidates: tuple[Candidate, ...] = ()  # blueprints that fit the slot and the rest of the budget; empty unless DORMANT
@@ -284,11 +285,13 @@ def may_fossilize(slot: SlotState, rules: LifecycleConfig, *, epoch: int) -> Ans
 
 
 def may_prune(slot: SlotState) -> Answer:
-    """Check that the slot holds a seed that is neither fossilized nor already being withdrawn."""
+    """Check that the slot holds a seed that is neither fossilized nor being withdrawn, and whose pruning is not under embargo."""
     if slot.stage not in LIVING:
         return _refuse(f"there is nothing to prune: the slot is {slot.stage.name}")
     if slot.is_withdrawing:
         return _refuse("it is already being withdrawn")
+    if slot.prune_embargo:
+        return _refuse(f"the governor brought the seed back after its removal; it may be pruned in {slot.prune_embargo} epochs")
     return Answer(True, "it is not part of the host yet")
 
 

@@ -95,6 +95,9 @@ class Story:
                 self.rollbacks.append(event)
                 for slot in event.embargoed:
                     self._end(self.seed_in(slot), "rolled back", event.epoch, event.reason)
+                for slot in event.brought_back:
+                    if (seed := self.seed_in(slot)) is not None:
+                        seed.why = f"it is back: the governor went back: {event.reason}"
                 self._remark(event.epoch, f"went back to epoch {event.to_epoch}: {event.reason}", is_trouble=True)
             case ActionRefused():
                 self.refused.append(event)
@@ -165,7 +168,7 @@ class Story:
             if seed.outcome == "living":
                 self._end(seed, "rolled back", epoch, self.rollbacks[-1].reason if self.rollbacks else "it has gone")
             return
-        if stage in LIVING and seed.ended is not None:
+        if stage in LIVING and (seed.ended is not None or seed.stages[-1][1] != view.stage):
             seed.outcome, seed.ended = "living", None
             seed.stages.append((epoch, view.stage))
         seed.skipped += view.skipped

@@ -407,7 +407,8 @@ class GrowthProgress:
                 return "the epoch begins again, because this loader cannot resume in the middle of an epoch"
             case RolledBack() as back:
                 lost = f"; taken out: {', '.join(back.embargoed)}" if back.embargoed else ""
-                return f"epoch {back.epoch}: went back to epoch {back.to_epoch}: {back.reason}{lost}"
+                found = f"; brought back: {', '.join(back.brought_back)}" if back.brought_back else ""
+                return f"epoch {back.epoch}: went back to epoch {back.to_epoch}: {back.reason}{lost}{found}"
             case Probed() as probe:
                 return f"epoch {probe.epoch}: {probe_in_words(probe)}"
         return None
