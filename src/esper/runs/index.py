@@ -444,6 +444,7 @@ def thinned(series: Series, most: int = 2000) -> Series:
     >>> len(thinned(long, 100).values) <= 100, float(thinned(long, 100).values.max()) == float(long.values.max())
     (True, True)
     """
+    assert most >= 3
     count = len(series.values)
     if count <= most:
         return series
