@@ -7,7 +7,9 @@ export const PALETTE = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "
 const MARKS = { grows: "#0072b2", kept: "#009e73", pruned: "#e69f00", "rolled back": "#d55e00" };
 const MOST = 600; // points of a mean over runs
 const FEW = 12; // a line with fewer points shows each of them
-const REPAINT_MS = 1000; // while a run trains, a chart is painted at most this often
+const REPAINT_MS = 900; // while a run trains, a chart is painted at most this often
+const LONGEST_MS = 4000; // and at least this often
+const SHARE = 0.04; // of a core that painting all visible charts may take, about as much comes on top outside of this program
 
 export function format(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
@@ -96,6 +98,9 @@ function bandSeries(line) {
 }
 
 export class LineChart {
+  static visible = 0; // charts inside the window
+  static cost = 5; // milliseconds that painting one takes, averaged
+
   constructor(element) {
     this.element = element;
     this.title = element.ariaLabel ?? "";
@@ -105,7 +110,7 @@ export class LineChart {
     // Charts outside the window are painted when they come into it.
     this.isVisible = false;
     this.sight = new IntersectionObserver((entries) => {
-      this.isVisible = entries.at(-1).isIntersecting;
+      this.#see(entries.at(-1).isIntersecting);
       if (this.isVisible) this.#paint();
     }, { rootMargin: "100px" });
     this.sight.observe(element);
@@ -113,6 +118,7 @@ export class LineChart {
 
   close() {
     clearTimeout(this.later);
+    this.#see(false);
     this.observer.disconnect();
     this.sight.disconnect();
     this.chart.dispose();
@@ -127,7 +133,13 @@ export class LineChart {
     if (this.isVisible) this.#paint();
   }
 
-  // Paints what was drawn last. New points alone may wait until the last painting is a second old; a change of the look never does.
+  #see(isVisible) {
+    LineChart.visible += Number(isVisible) - Number(this.isVisible);
+    this.isVisible = isVisible;
+  }
+
+  // Paints what was drawn last. New points alone may wait until the last painting is about a second old, or more where painting is slow; a
+  // change of the look never does.
   #paintLater(wait) {
     this.later ??= setTimeout(() => {
       this.later = null;
@@ -141,7 +153,8 @@ export class LineChart {
     // If only points are new, only they are given to ECharts, which takes half of the time.
     const look = JSON.stringify([isDark, isLog, xName, marks, lines.map((line) => [line.label, line.color, line.dashed, line.points.length < FEW, Boolean(line.band?.length)])]);
     const isSameLook = look === this.look;
-    const wait = REPAINT_MS - (performance.now() - (this.painted ?? -REPAINT_MS));
+    const every = Math.min(Math.max(REPAINT_MS, (LineChart.visible * LineChart.cost) / SHARE), LONGEST_MS);
+    const wait = every - (performance.now() - (this.painted ?? -LONGEST_MS));
     if (isSameLook && wait > 0) {
       this.#paintLater(wait);
       return;
@@ -185,7 +198,10 @@ export class LineChart {
     const edges = reach.length ? roundEdges(reach, lines.flatMap((line) => line.points.map((point) => point[1]).filter((value) => !isLog || value > 0)), isLog) : {};
     const allSeries = [...banded.map(bandSeries), ...series];
     if (isSameLook) {
+      const began = performance.now();
       this.chart.setOption({ yAxis: edges, series: allSeries });
+      this.chart.getZr().flush();
+      LineChart.cost = 0.8 * LineChart.cost + 0.2 * (performance.now() - began);
       return;
     }
     this.chart.setOption(
