@@ -654,6 +654,7 @@ def test_empty_places_and_broken_logs_say_what_to_do(page: Page, runs: Path, tmp
         with (broken / EVENTS).open("a") as file:
             file.write('{"kind":"update","time":\n')
         page.wait(lambda: len(page.texts("[data-run]")) == 2, "the new runs do not appear")
+        assert page.text("[data-run='begun'] td:nth-child(9)") == "–", "a run without events has given no sign of life"
         show(page, own, f"/runs/{name_in_address(root / 'begun')}", "main .empty")
         assert "written no events yet" in page.text("main")
         show(page, own, f"/runs/{name_in_address(broken)}", ".warning")

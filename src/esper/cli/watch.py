@@ -169,7 +169,8 @@ def runs_table(overview: dict[str, Any], *, width: int = 80) -> RenderableType:
         cells = [Text(row["name"]), row["kind"], Text(row["state"], style=STATE_STYLES[row["state"]]), done]
         cells += [_number(row["last"]), _number(row["best"])]
         cells += [row["figure"], Text(sparkline(row["spark"], 20), style="cyan")] if is_wide else []
-        cells += [f"{duration(max(overview['now'] - row['touched'], 0))} ago", *([Text(", ".join(row["tags"]))] if has_tags else [])]
+        life = f"{duration(max(overview['now'] - row['touched'], 0))} ago" if row["touched"] else "–"
+        cells += [life, *([Text(", ".join(row["tags"]))] if has_tags else [])]
         table.add_row(*cells)
     return table
 

@@ -51,7 +51,7 @@ const template = `
     <span v-if="route.page === 'run' && page" class="crumb" data-title>{{ page.summary.name }}</span>
     <span v-if="route.page === 'compare'" class="crumb">comparison</span>
     <span class="spacer"></span>
-    <span v-if="problem" class="problem" role="alert">{{ problem }}</span>
+    <span v-if="problem && problem !== gone" class="problem" role="alert">{{ problem }}</span>
     <template v-if="route.page !== 'runs'">
       <label>axis <select v-model="controls.axis" aria-label="axis"><option v-for="(word, key) in axes" :key="key" :value="key">{{ key === 'flops' ? 'FLOPs' : key }}</option></select></label>
       <label class="slide">smoothing <input type="range" min="0" max="0.99" step="0.01" v-model.number="controls.smoothing" aria-label="smoothing"></label>
@@ -475,6 +475,7 @@ export default {
       localStorage.setItem("esper-dark", this.isDark ? "1" : "0");
     },
     ago(time) {
+      if (!time) return "–"; // it has not written anything
       const seconds = Math.max(this.now - time, 0);
       if (seconds < 10) return "just now";
       const [value, unit] = seconds < 120 ? [seconds, "s"] : seconds < 7200 ? [seconds / 60, "min"] : seconds < 172800 ? [seconds / 3600, "h"] : [seconds / 86400, "days"];

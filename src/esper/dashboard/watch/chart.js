@@ -206,6 +206,7 @@ export class LineChart {
     }
     this.chart.setOption(
       {
+        animation: false,
         grid: { left: 8, right: 18, top: 30, bottom: 22, containLabel: true },
         legend: { top: 0, left: 0, icon: "roundRect", itemHeight: 4, itemWidth: 14, textStyle: { color: ink, fontSize: 11 }, type: "scroll", pageIconColor: soft, pageTextStyle: { color: soft } },
         tooltip: {
