@@ -490,3 +490,31 @@ def test_live_progress_shows_each_head_and_ends_with_the_last_state(finished: Pa
     shown = stream.getvalue()
     assert "kind 0.25 item 0.50" in shown
     assert "640" in shown.splitlines()[-2]
+
+
+BROKEN = """
+import gymnasium
+
+class Broken(gymnasium.Env):
+    observation_space, action_space = gymnasium.spaces.Box(-1, 1, (2,)), gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), float("nan"), False, True, {}
+"""
+
+
+@pytest.mark.slow
+def test_a_run_in_which_no_reward_was_finite_fails_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken_env.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ["--num-envs", "2", "--num-steps", "8", "--num-minibatches", "1", "--total-steps", "48", "--device", "cpu", "--run", "run"]
+    assert main(["ppo", "train", "broken_env:Broken", *options]) == 1
+    shown = capsys.readouterr().err
+    assert "no reward was finite in the last 3 updates" in shown
+    assert "a checkpoint is in run/checkpoints" in shown

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from esper.rl import TrainingStopped
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.events import RewardsNotFinite
 from esper.rl.loss import Coefficients, Counts, Samples, ppo_loss
@@ -58,6 +59,26 @@ def test_a_reward_that_is_not_finite_spoils_neither_returns_nor_updates_and_is_c
     assert all(np.isfinite(update.mean_return) for update in updates)
     assert [event for event in events if isinstance(event, RewardsNotFinite)] == [RewardsNotFinite(step=48, count=2)]
     assert set(ppo.collector.recent_returns) <= {15.0, 14.0, 12.0}, "whole episodes of 1 + 2 + 3 + 4 + 5, or from where they began"
+
+
+def all_places(steps: range) -> list[tuple[int, int]]:
+    return [(step, env) for step in steps for env in range(3)]
+
+
+@pytest.mark.slow
+def test_training_stops_after_too_many_updates_without_a_finite_reward():
+    env = InvalidUpdate(*all_places(range(16, 16 * 100)))
+    updates = []
+    with pytest.raises(TrainingStopped, match="no reward was finite in the last 3 updates"):
+        updates.extend(PPO(env, config(max_skips=3)).train(16 * 3 * 100))
+    assert env.steps == 16 * 4, "the first update had rewards"
+
+
+@pytest.mark.slow
+def test_a_short_training_without_any_finite_reward_ends_with_an_error_and_one_with_some_does_not():
+    with pytest.raises(TrainingStopped, match="no reward was finite in the last 2 updates"):
+        PPO(InvalidUpdate(*all_places(range(16 * 100))), config()).learn(16 * 3 * 2)
+    PPO(InvalidUpdate(*all_places(range(16, 16 * 100))), config()).learn(16 * 3 * 3)
 
 
 def test_the_step_before_a_broken_reward_learns_from_the_value_that_follows_and_nothing_beyond():

@@ -165,6 +165,7 @@ class Collector:
         self.episodes = 0  # finished so far
         self.env_seconds = 0.0  # time in the environments during the last rollout, measured in this process
         self.bad_rewards = 0  # steps so far whose reward was not finite
+        self.has_reward = True  # whether any reward of the last rollout was finite
         self.recent_returns: deque[float] = deque(maxlen=RECENT_EPISODES)
         self.recent_lengths: deque[float] = deque(maxlen=RECENT_EPISODES)
         self._has_stepped = False
@@ -356,7 +357,9 @@ class Collector:
         self.recent_returns.extend(value for value in finished[0] if not math.isnan(value))
         self.recent_lengths.extend(finished[1])
         self.episodes += len(finished[0])
-        self.bad_rewards += int(rollout.bad_rewards.sum())
+        count = int(rollout.bad_rewards.sum())
+        self.bad_rewards += count
+        self.has_reward = count == 0 or bool((rollout.valid & ~rollout.bad_rewards).any())
 
     def state_dict(self) -> dict[str, Any]:
         assert self.timestep is not None

@@ -89,7 +89,7 @@ class PPOConfig(Config):
     precision: Literal["float32", "bfloat16", "float16"] = "float32"  # of the networks in the update; float16 scales its loss
     compile: bool = False  # torch.compile encoder and heads; falls back with an event
     validate: bool = False  # raise errors at once on any device, at the cost of synchronisation
-    max_skips: PositiveInt = 10  # non-finite gradient steps in a row after which training stops
+    max_skips: PositiveInt = 10  # training stops after this many non-finite gradient steps, or updates without a finite reward, in a row
     network: NetworkConfig = NetworkConfig()
     thresholds: ThresholdsConfig = ThresholdsConfig()
 

@@ -59,7 +59,10 @@ DEFAULT_NUM_ENVS = 16  # environments made from a name or a function
 
 
 class TrainingStopped(RuntimeError):
-    """Training ended because too many gradient steps in a row were not finite. None of them changed the weights."""
+    """Training ended because too many gradient steps, or all rewards of too many updates, were not finite.
+
+    No such gradient step has changed the weights, and no such reward was learned from.
+    """
 
 
 def _ignore(event: Event) -> None:
@@ -145,6 +148,7 @@ class PPO:
         self.skipped = 0  # gradient steps that were not finite so far
         self.telemetry = Telemetry()
         self.monitor = LearnerMonitor(config.thresholds)
+        self._has_reward = True  # whether any reward of the last update was finite, over all ranks
         self._return_error = math.nan  # standard error of the last mean return; nan if it is over few episodes
         self._reported_bad_rewards = 0  # bad rewards of all ranks that events have reported so far
         self._has_begun = False  # whether the environments were reset
@@ -157,7 +161,7 @@ class PPO:
         """Train until the environments have taken `total_steps` steps, including those before this call. Yield after every update."""
         if total_steps < 1:
             raise ValueError(f"total_steps must be at least 1; got {total_steps}")
-        done = None
+        done, updates, without_reward = None, 0, 0  # time, updates of this call, updates in a row without a finite reward
         while self.step < total_steps:
             other = 0.0 if done is None else time.perf_counter() - done  # time that the caller spent since the previous update
             watch = Stopwatch(self.device)
@@ -176,6 +180,14 @@ class PPO:
                 raise TrainingStopped(
                     f"{outcome.skipped_in_a_row} gradient steps in a row were not finite (limit {self.config.max_skips}); "
                     "the events of kind 'skipped' show which part of the loss it was"
+                )
+            updates, without_reward = updates + 1, 0 if self._has_reward else without_reward + 1
+            is_all = without_reward == updates and self.step >= total_steps  # a short training had no finite reward at all
+            if without_reward >= self.config.max_skips or is_all:
+                which = "update" if without_reward == 1 else f"{without_reward} updates"
+                raise TrainingStopped(
+                    f"no reward was finite in the last {which} (limit {self.config.max_skips}), so nothing was learned; look for NaN and "
+                    "infinity in the rewards of the environment"
                 )
 
     def learn(self, total_steps: int, callback: Callback | None = None) -> PPO:
@@ -271,8 +283,15 @@ class PPO:
     def _summary(self, outcome: Outcome, collect_seconds: float, update_seconds: float, other_seconds: float) -> Update:
         """Return the event of an update, with the episodes of all ranks."""
         collector, heads = self.collector, self.policy.distribution.head_names
-        own = (collector.episodes, list(collector.recent_returns), list(collector.recent_lengths), collector.bad_rewards)
-        episodes, returns, lengths, bad_rewards = zip(*self.group.gather_objects(own), strict=True)
+        own = (
+            collector.episodes,
+            list(collector.recent_returns),
+            list(collector.recent_lengths),
+            collector.bad_rewards,
+            collector.has_reward,
+        )
+        episodes, returns, lengths, bad_rewards, has_reward = zip(*self.group.gather_objects(own), strict=True)
+        self._has_reward = any(has_reward)
         recent = list(itertools.chain(*returns))
         self._return_error = float(np.std(recent)) / math.sqrt(len(recent)) if len(recent) >= FEW_EPISODES else math.nan
         # The outcome has lists by head and the count of this update; the event has dictionaries and the count so far.
