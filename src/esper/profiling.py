@@ -81,7 +81,7 @@ class Profiler:
     def _start(self) -> None:
         global _active
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
-        self._profile = profile(activities=activities)
+        self._profile = profile(activities=activities, acc_events=True)
         self._profile.start()
         self._stack, self._mark, _active = [(OTHER, None)], self._now(), self
 

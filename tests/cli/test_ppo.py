@@ -30,6 +30,7 @@ from esper.rl.events import Update
 from esper.rl.run_setup import Evaluated
 from esper.runs import Checkpoint, CheckpointRefused, CheckpointStore, EventRecord, SinkFailed, Tree, read
 from esper.runs.anomalies import Anomaly
+from esper.runs.catalog import open_run
 from esper.runs.folder import CHECKPOINTS
 from esper.vecenv import make
 from tests.commands import (
@@ -518,3 +519,4 @@ def test_a_run_in_which_no_reward_was_finite_fails_and_says_so(
     shown = capsys.readouterr().err
     assert "no reward was finite in the last 3 updates" in shown
     assert "a checkpoint is in run/checkpoints" in shown
+    assert open_run("run").summary().state == "stopped"

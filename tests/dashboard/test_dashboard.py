@@ -402,6 +402,7 @@ def test_replays_of_a_run_are_listed_newest_first_with_winner_and_length(address
 
 
 def test_replays_are_listed_and_served_without_torch(runs: Path) -> None:
+    pytest.importorskip("nicegui")
     program = f"""
 import sys
 from pathlib import Path

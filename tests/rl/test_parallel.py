@@ -112,7 +112,9 @@ def learn(name: str, envs: slice, rng, group: Group) -> dict:
         "policy": policy.state_dict(),
         "moments": policy.training_state(),
         "rewards": rewards,
-        "outcome": {name: value for name, value in dataclasses.asdict(outcome).items() if name not in ("hidden_state", "inputs")},
+        "outcome": {
+            name: value for name, value in dataclasses.asdict(outcome).items() if name not in ("hidden_state", "inputs", "calibration")
+        },
     }
 
 

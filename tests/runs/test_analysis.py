@@ -163,6 +163,21 @@ def test_a_seed_that_a_rollback_removes_without_a_stage_is_noticed(tmp_path: Pat
     assert norm.reasons == {"the governor went back to epoch …: spike": 1}
 
 
+def test_a_pruned_seed_that_a_rollback_brings_back_is_living_again(tmp_path: Path) -> None:
+    run = made(
+        tmp_path / "one",
+        [
+            entered(1, "a", "mlp", "GERMINATED"),
+            entered(1, "a", "mlp", "HOLDING"),
+            entered(2, "a", "mlp", "PRUNED", "its gain of 0.1 is not enough"),
+            RolledBack(epoch=3, to_epoch=1, reason="spike", embargoed=[], brought_back=["a"]),
+            epoch(3, view("a", "HOLDING", "mlp", 10)),
+        ],
+    )
+    (mlp,) = blueprint_rows([open_run(run, cache=tmp_path)])
+    assert (mlp.living, mlp.pruned, mlp.reasons) == (1, 0, {})
+
+
 # The results of esper analyse
 
 

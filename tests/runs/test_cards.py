@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import runpy
 from pathlib import Path
@@ -28,7 +29,7 @@ def test_the_card_of_a_policy_says_how_it_was_made_and_its_evaluation(tmp_path: 
     assert "- made by: `esper ppo train cue --config config.toml`" in text
     assert "- mean return of the best checkpoint: 1.750 in 16 episodes" in text
     assert "- state: finished, 1:15 of training" in text
-    assert f"torch {torch.__version__}" in text
+    assert f"torch {importlib.metadata.version('torch')}" in text
     assert f'policy = load_policy("{tmp_path}/run")' in text
 
 

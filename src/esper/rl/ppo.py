@@ -448,7 +448,7 @@ class PPO:
 
 def _as_batch(env: VecEnv | EnvSource, num_envs: int | None, device: torch.device | str | None) -> VecEnv:
     """Return the environments to train in, made from `env` unless it is a batch already."""
-    if isinstance(env, VecEnv) or hasattr(env, "num_envs"):
+    if hasattr(env, "num_envs"):
         return make(env, env.num_envs if num_envs is None else num_envs)
     on_device = device is not None and isinstance(env, str) and env in BUILTIN  # all others run on the CPU
     default = 1 if hasattr(env, "step") and not isinstance(env, type) else DEFAULT_NUM_ENVS

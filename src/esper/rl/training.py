@@ -477,6 +477,7 @@ class _Session:
                     break
         except TrainingStopped:
             self._save(update, is_due=False)
+            self.emit(RunEnded(step=update.step, status="stopped", seconds=self._seconds()))
             raise
         if is_last and not stops:
             return self._finish(update.step, _summary(update))

@@ -216,15 +216,16 @@ def seeds_of(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                     if last is not None and last["outcome"] != "kept":
                         _end_by_rollback(last, event["epoch"], rollback)
                         current.pop(slot, None)
+                for slot in event.get("brought_back", []):
+                    last = next((seed for seed in reversed(seeds) if seed["slot"] == slot), None)
+                    if last is not None:
+                        lived = [entry["stage"] for entry in last["stages"] if entry["stage"] not in ("PRUNED", "EMBARGOED", "DORMANT")]
+                        last["stages"].append({"epoch": event["epoch"], "stage": lived[-1], "reason": f"it is back: {rollback}"})
+                        current[slot] = last
+                        last |= {"outcome": "living", "ended": None}
     for seed in seeds:
-        seed["why"] = _why(seed["stages"])
+        seed["why"] = str(seed["stages"][-1]["reason"]) if seed["stages"] else ""
     return seeds
-
-
-def _why(stages: list[dict[str, Any]]) -> str:
-    """Return the reason for the present stage of a seed. That of a withdrawn seed is given when alpha begins to fall, not at the end."""
-    is_withdrawn = [entry["stage"] for entry in stages[-3:]] == ["HOLDING", "BLENDING", "PRUNED"]
-    return str(stages[-2 if is_withdrawn else -1]["reason"]) if stages else ""
 
 
 def _end_by_rollback(seed: dict[str, Any], epoch: int, rollback: str) -> None:

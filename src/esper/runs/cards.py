@@ -221,7 +221,8 @@ def _evaluated(run: Run, name: str, unit: str) -> list[tuple[str, str]]:
     if len(returns):
         found.append(("return in training, last 100 episodes", figure(float(returns[-1]), 3)))
     for event in run.index.events("evaluated")[-1:]:
-        value = f"{event['mean_return']:.1%}" if name == "win rate" else figure(event["mean_return"], 3)
+        mean = float(event["mean_return"])  # raw events hold "nan" as a text
+        value = f"{mean:.1%}" if name == "win rate" else figure(mean, 3)
         found.append((f"{name} of the best checkpoint", f"{value} in {event['episodes']:,} {unit}"))
     return found
 

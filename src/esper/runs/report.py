@@ -97,7 +97,7 @@ def _tiles(run: Run, summary: Summary) -> list[tuple[str, str]]:
                 (figure(float(rounds[-LAST_ROUNDS:].mean()), sign="+"), f"utility, mean of the last {min(len(rounds), LAST_ROUNDS)} rounds")
             )
     if evaluated:
-        value = evaluated[0]["mean_return"]
+        value = float(evaluated[0]["mean_return"])  # raw events hold "nan" as a text
         shown = f"{value:.1%}" if run.kind == "arena" else figure(value, 3)
         found.append(
             (
@@ -197,7 +197,8 @@ def _evaluation_rows(run: Run) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for kind, name in (("checkpoint_evaluated", "checkpoint"), ("evaluated", "best checkpoint, at the end")):
         for event in run.index.events(kind)[-20:]:
-            value = f"{event['mean_return']:.1%}" if run.kind == "arena" else figure(event["mean_return"], 3)
+            mean = float(event["mean_return"])
+            value = f"{mean:.1%}" if run.kind == "arena" else figure(mean, 3)
             rows.append(
                 (name, f"{event['step']:,}", f"{event['episodes']:,}", value, f"{event['mean_length']:.1f}", str(event.get("cut", 0)))
             )

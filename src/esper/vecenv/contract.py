@@ -9,7 +9,7 @@ Shapes: N = parallel environments.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import msgspec
 import torch
@@ -76,6 +76,15 @@ class VecEnv(Protocol):
     def step(self, actions: Actions) -> Timestep: ...
 
     def close(self) -> None: ...
+
+
+def is_vec_env(value: object) -> TypeGuard[VecEnv]:
+    """Return whether an object has the members of a `VecEnv`, also if it passes requests for them on to another object.
+
+    From Python 3.12 on, `isinstance` does not see such members.
+    """
+    names = ("num_envs", "device", "observation_spec", "action_spec", "reset", "step", "close")
+    return not isinstance(value, type) and all(hasattr(value, name) for name in names)
 
 
 @runtime_checkable

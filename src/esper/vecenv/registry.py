@@ -21,7 +21,7 @@ import torch
 
 from esper.text_table import did_you_mean
 from esper.vecenv.builtin import BUILTIN
-from esper.vecenv.contract import VecEnv
+from esper.vecenv.contract import VecEnv, is_vec_env
 
 if TYPE_CHECKING:
     import gymnasium
@@ -57,7 +57,7 @@ def make(
         if wrappers:
             raise ValueError(f"{env!r} is a built-in environment, and wrappers go around Gymnasium environments; leave out the wrappers")
         return BUILTIN[env].factory(num_envs, device=device, seed=0 if seed is None else seed, **kwargs)
-    if isinstance(env, VecEnv):
+    if is_vec_env(env):
         _check_batch(env, num_envs, wrappers)
         return env
     _check_gymnasium(env)
@@ -66,7 +66,7 @@ def make(
     if torch.device(device).type != "cpu":
         raise ValueError(f"{env!r} is a Gymnasium environment, which runs on the CPU; got device={str(device)!r}, use device='cpu'")
     made = _make_gymnasium(env, num_envs, [named_object(each) if isinstance(each, str) else each for each in wrappers], kwargs)
-    return made if isinstance(made, VecEnv) else from_gymnasium(made, seed=seed)
+    return made if is_vec_env(made) else from_gymnasium(made, seed=seed)
 
 
 def _make_gymnasium(env: EnvSource, num_envs: int, wrappers: Sequence[Callable[[Any], Any]], kwargs: dict[str, Any]) -> Any:
@@ -105,7 +105,7 @@ def _call(function: Callable[..., Any], num_envs: int, wrappers: Sequence[Callab
 
     if "num_envs" in inspect.signature(function).parameters:
         made = function(num_envs=num_envs, **kwargs)
-        if not isinstance(made, VecEnv | VectorEnv):
+        if not is_vec_env(made) and not isinstance(made, VectorEnv):
             raise ValueError(f"{_name_of(function)} takes num_envs, so it must make a VectorEnv or a VecEnv; got a {type(made).__name__}")
         _check_batch(made, num_envs, wrappers)
         return made
@@ -192,7 +192,7 @@ def named(name: str, env: EnvSource | None) -> Iterator[None]:
         return
     import gymnasium
 
-    if isinstance(env, VecEnv | gymnasium.vector.VectorEnv):
+    if is_vec_env(env) or isinstance(env, gymnasium.vector.VectorEnv):
         raise ValueError("a run makes environments for training and for evaluation; give a function that makes a batch: make_env(num_envs)")
     # Use one function for all calls of `make`: training, which comes first, gets the environment itself, and evaluation gets copies.
     _GIVEN[name] = _itself_and_copies(env) if isinstance(env, gymnasium.Env) else env
