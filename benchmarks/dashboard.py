@@ -36,10 +36,12 @@ def make_run(root: Path, events: int) -> Path:
     folder = root / "many"
     train_run(TrainConfig(env="cue", num_envs=4, total_steps=128, eval_episodes=0, ppo=PPOConfig(num_steps=16)), folder)
     update = next(json.loads(line) for line in (folder / EVENTS).read_text().splitlines() if f'"{UPDATE}"' in line)
-    draw = random.Random(0).random
+    draw, resources = random.Random(0).random, update["resources"]
     with (folder / EVENTS).open("a") as file:
         for number in range(events):
             update |= {"step": 1000 + 128 * number, "value_loss": draw(), "policy_loss": draw(), "mean_return": draw()}
+            # A run reads its resources once a second; a hundred updates a second are many.
+            update["resources"] = resources if number % 100 == 0 else {}
             file.write(json.dumps(update, separators=(",", ":")) + "\n")
     return folder
 
@@ -52,7 +54,10 @@ def load_seconds(folder: Path, cache: Path) -> tuple[float, int]:
     watcher.page(name_in_address(folder))
     points = watcher.series(name_in_address(folder), ["update/value_loss"], {}, None)["series"]["update/value_loss"]["values"]
     assert len(points) <= POINTS
-    return time.perf_counter() - began, len(points)
+    seconds = time.perf_counter() - began
+    for run in watcher._runs.values():
+        run.index.wait()  # the next call uses the kept index
+    return seconds, len(points)
 
 
 SERVE = """

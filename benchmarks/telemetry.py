@@ -55,8 +55,8 @@ Emit = Callable[[Event], None]
 def grow_repeats(emit: Emit, *, repeats: int, steps: int, device: torch.device) -> Iterator[int]:
     """Train a network, and yield the number of steps after every epoch."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
-    inputs, targets = torch.randn(64, 64), torch.randint(10, (64,))
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10)).to(device)
+    inputs, targets = torch.randn(64, 32), torch.randint(10, (64,))
     training = Training(
         model,
         [(inputs, targets)] * steps,

@@ -115,6 +115,7 @@ def test_a_kept_index_is_used_only_for_the_file_it_was_made_of(tmp_path: Path, m
     write(path, lines)
     first = EventIndex(path, cache=cache)
     assert first.refresh() == 200
+    first.wait()
     again = EventIndex(path, cache=cache)
     assert again.refresh() == 0, "everything is in the kept index"
     assert again.names() == first.names()
@@ -136,7 +137,9 @@ def test_a_damaged_kept_index_is_made_again(damage: Any, tmp_path: Path, monkeyp
     monkeypatch.setattr(event_index, "CACHED_FROM", 1)
     path, cache = tmp_path / "events.jsonl", tmp_path / "cache"
     write(path, [line(step=step, loss=float(step)) for step in range(50)])
-    EventIndex(path, cache=cache).refresh()
+    first = EventIndex(path, cache=cache)
+    first.refresh()
+    first.wait()
     (kept,) = cache.iterdir()
     kept.write_bytes(damage(kept.read_bytes()))
     index = EventIndex(path, cache=cache)
@@ -150,6 +153,19 @@ def test_a_run_that_is_removed_while_it_is_watched_has_no_events_any_more(tmp_pa
     (tmp_path / "events.jsonl").unlink()
     assert index.events("update") == []
     assert index.series("update/loss").values.tolist() == [0.5], "what was read stays"
+
+
+def test_kinds_in_turn_and_numbers_that_come_and_go_are_read_as_a_plain_loop_does(tmp_path: Path) -> None:
+    lines = []
+    for step in range(300):
+        lines.append(line(step=step, loss="nan" if step % 5 == 0 else float(step), resources={"memory": step} if step % 10 == 0 else {}))
+        lines.append(line(kind="norms", step=step, actor=float(-step)))
+    index = write(tmp_path / "events.jsonl", lines)
+    assert index.refresh() == 600
+    assert index.series("update/loss").values.tolist() == [float(step) for step in range(300) if step % 5]
+    assert index.series("update/resources/memory").values.tolist() == [float(step) for step in range(0, 300, 10)]
+    assert index.series("norms/actor").steps.tolist() == list(range(300))
+    assert [event["step"] for event in index.events("norms")] == list(range(300))
 
 
 def test_a_missing_log_is_an_error_that_names_it(tmp_path: Path) -> None:

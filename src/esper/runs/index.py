@@ -21,6 +21,7 @@ import itertools
 import math
 import os
 import re
+import threading
 from array import array
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -109,11 +110,13 @@ class EventIndex:
         self.offset = 0  # bytes indexed so far, all of them whole lines
         self.skipped = 0
         self.last_time: float | None = None  # of the newest event
+        self._writer: threading.Thread | None = None  # writes the index into the cache folder
         self._mark = b""
         self._groups: dict[str, _Group] = {}
         self._lines: dict[str, array[int]] = {}  # kind -> offset of each line
         self._readers: dict[bytes, _Reader | None] = {}  # by kind; None if its events cannot be read together
-        self._shapes: dict[str, tuple[str, ...]] = {}  # kind -> fields of the event that its reader was made for
+        # Kind -> fields of the event that its reader was made for, and the names of the numbers inside them.
+        self._shapes: dict[str, tuple[tuple[str, ...], set[tuple[str, str]]]] = {}
 
     def refresh(self, on_progress: Callable[[float], None] = lambda share: None) -> int:
         """Read the lines that were appended since the last call. Return their number; -1 if everything was read anew.
@@ -163,18 +166,25 @@ class EventIndex:
         """Index whole lines. Return how many events they hold."""
         ends = (np.flatnonzero(np.frombuffer(lines, np.uint8) == NEWLINE) + 1).tolist()
         starts = [0, *ends[:-1]]
-        kinds = [match[1] if (match := _KIND.match(lines, start)) else b"" for start in starts]
-        before, first = self.skipped, 0
-        for last in range(1, len(kinds) + 1):
-            # Take events of one kind in a row together.
-            if last == len(kinds) or kinds[last] != kinds[first]:
-                self._take_alike(kinds[first], lines, starts[first:last], ends[first:last])
-                first = last
+        before = self.skipped
+        # Take the events of each kind together. Often there is only one.
+        first = _KIND.match(lines)
+        if first is not None and lines.count(b"\n" + first[0]) == len(starts) - 1:
+            self._take_alike(first[1], lines, starts, ends)
+        else:
+            by_kind: dict[bytes, tuple[list[int], list[int]]] = {}
+            for start, end in zip(starts, ends, strict=True):
+                match = _KIND.match(lines, start)
+                own = by_kind.setdefault(match[1] if match else b"", ([], []))
+                own[0].append(start)
+                own[1].append(end)
+            for kind, (own_starts, own_ends) in by_kind.items():
+                self._take_alike(kind, lines, own_starts, own_ends)
         self.offset += len(lines)
-        return len(kinds) - (self.skipped - before)
+        return len(starts) - (self.skipped - before)
 
     def _take_alike(self, kind: bytes, lines: bytes, starts: list[int], ends: list[int]) -> None:
-        """Index consecutive lines of one kind: all at once if they have the same fields, else in smaller and smaller parts."""
+        """Index lines of one kind: all at once if they have the same fields, else in smaller and smaller parts."""
         if len(starts) >= BULK and kind not in self._readers:
             self._take_line(lines[starts[0] : ends[0]], self.offset + starts[0])
             starts, ends = starts[1:], ends[1:]
@@ -184,7 +194,8 @@ class EventIndex:
                 self._take_line(lines[start:end], self.offset + start)
             return
         try:
-            rows = reader.read(lines[starts[0] : ends[-1]])
+            is_whole = sum(ends) - sum(starts) == ends[-1] - starts[0]  # no other lines are between them
+            rows = reader.read(lines[starts[0] : ends[-1]] if is_whole else b"".join(map(lines.__getitem__, map(slice, starts, ends))))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             middle = len(starts) // 2
             self._take_alike(kind, lines, starts[:middle], ends[:middle])
@@ -192,13 +203,13 @@ class EventIndex:
             return
         self._lines[reader.kind].extend(self.offset + start for start in starts)
         self._group(reader.kind).add_all(reader.names, rows)
-        self.last_time = float(rows[-1][1])
+        self.last_time = max(self.last_time or 0.0, float(rows[-1][1]))
 
     def _take_line(self, line: bytes, offset: int) -> None:
         """Index one line, and note how to read others with the same fields."""
         try:
             event = self._decoder.decode(line)
-            kind, self.last_time = str(event["kind"]), float(event["time"])
+            kind, at = str(event["kind"]), float(event["time"])
             rank, env, step = event.get("rank"), event.get("env"), event.get("step")
             numbers = dict(_numbers(SHOWN[kind](event) if kind in SHOWN else event))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, IndexError, TypeError, ValueError, AttributeError):
@@ -206,10 +217,14 @@ class EventIndex:
             return
         self._lines.setdefault(kind, array("q")).append(offset)
         place = (f"rank{rank}/" if rank else "") + ("" if env is None else f"env{env}/") + kind
-        self._group(place).add_all(tuple(numbers), [(step, self.last_time, *numbers.values())])
-        shape = (kind, *event, *(key for value in event.values() if isinstance(value, dict) for key in value))
-        if place == kind and self._shapes.get(kind) != shape:
-            self._shapes[kind] = shape
+        self.last_time = max(self.last_time or 0.0, at)
+        self._group(place).add_all(tuple(numbers), [(step, at, *numbers.values())])
+        # A reader takes events that lack some of its inner numbers, so one for events with fewer does not replace it.
+        fields = tuple(event)
+        inner = {(name, key) for name, value in event.items() if isinstance(value, dict) for key in value}
+        known = self._shapes.get(kind)
+        if place == kind and (known is None or known[0] != fields or not inner <= known[1]):
+            self._shapes[kind] = fields, inner
             self._readers[kind.encode()] = _reader_of(kind, event)
 
     def _group(self, place: str) -> _Group:
@@ -260,10 +275,10 @@ class EventIndex:
     # The kept index
 
     def keep(self) -> None:
-        """Write the index into the cache folder, over an older one. A folder that cannot be written is no error."""
+        """Write the index into the cache folder, over an older one, in a thread. A folder that cannot be written is no error."""
         if self._cache is None:
             return
-        arrays: list[np.ndarray] = [np.asarray(offsets) for offsets in self._lines.values()]
+        arrays: list[np.ndarray] = [np.array(offsets, np.int64) for offsets in self._lines.values()]
         blocks = []
         for place, group in self._groups.items():
             group.close()
@@ -273,11 +288,14 @@ class EventIndex:
         header: dict[str, Any] = {"format": _FORMAT, "offset": self.offset, "skipped": self.skipped, "last_time": self.last_time}
         header |= {"mark": hashlib.blake2b(self._mark).hexdigest(), "blocks": blocks}
         header |= {"lines": [[kind, len(offsets)] for kind, offsets in self._lines.items()]}
-        try:
-            self._cache.parent.mkdir(parents=True, exist_ok=True)
-            write_file(self._cache, msgspec.json.encode(header) + b"\n" + b"".join(part.tobytes() for part in arrays))
-        except OSError:
-            return
+        # The arrays do not change any more: later events come into new ones.
+        self._writer = threading.Thread(target=_write_index, args=(self._cache, msgspec.json.encode(header), arrays), name="index")
+        self._writer.start()
+
+    def wait(self) -> None:
+        """Wait until the index is written, if it is being written."""
+        if self._writer is not None:
+            self._writer.join()
 
     def _load_cache(self, file: Any, size: int) -> None:
         """Take over a kept index if it fits the file; otherwise start from nothing."""
@@ -313,6 +331,14 @@ class EventIndex:
         self.skipped, self.last_time = header["skipped"], header["last_time"]
 
 
+def _write_index(path: Path, header: bytes, arrays: list[np.ndarray]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, header + b"\n" + b"".join(part.tobytes() for part in arrays))
+    except OSError:
+        return
+
+
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """Switch garbage collection off: reading makes millions of small objects that live on, and looking through them doubles the time."""
@@ -339,7 +365,10 @@ class _Reader(NamedTuple):
 
 
 def _reader_of(kind: str, event: dict[str, Any]) -> _Reader | None:
-    """Return a reader for events with the fields of this one; None if it has numbers inside lists or deeper, or shows others."""
+    """Return a reader for events with the fields of this one, whose inner numbers may be missing.
+
+    Return None if it has numbers inside lists or deeper, or shows others.
+    """
     if kind in SHOWN:
         return None
     fields: list[tuple[str, Any]] = []
@@ -353,7 +382,11 @@ def _reader_of(kind: str, event: dict[str, Any]) -> _Reader | None:
                 return None
             inner = {f"f{place}": key for place, key in enumerate(value)}
             struct = msgspec.defstruct(
-                "Inner", [(short, _type_of(value[key])) for short, key in inner.items()], rename=inner, forbid_unknown_fields=True, gc=False
+                "Inner",
+                [(short, _type_of(value[key]) | None, None) for short, key in inner.items()],
+                rename=inner,
+                forbid_unknown_fields=True,
+                gc=False,
             )
             fields.append((own, struct))
             names += [f"{name}/{key}" for key in value]
@@ -379,7 +412,7 @@ def _type_of(value: Any) -> Any:
     if isinstance(value, bool):
         return bool
     is_number = value is None or isinstance(value, int | float) or (isinstance(value, str) and value in _NOT_FINITE)
-    return float | None if is_number else None
+    return float | Literal["nan", "inf", "-inf"] | None if is_number else None
 
 
 def _without_texts(event: dict[str, Any]) -> dict[str, Any]:
