@@ -9,7 +9,7 @@ const MOST = 600; // points of a mean over runs
 const FEW = 12; // a line with fewer points shows each of them
 const REPAINT_MS = 900; // while a run trains, a chart is painted at most this often
 const LONGEST_MS = 4000; // and at least this often
-const SHARE = 0.04; // of a core that painting all visible charts may take, about as much comes on top outside of this program
+const SHARE = 0.02; // of a core that painting all visible charts may take, about as much comes on top outside of this program
 
 export function format(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
