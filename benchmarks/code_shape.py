@@ -102,7 +102,7 @@ def files_crossed(tree: Path) -> dict[str, Any]:
             text=True,
             check=True,
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(tree / "src")},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(tree / "src"), os.environ.get("PYTHONPATH")]))},
         )
     crossed: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return crossed

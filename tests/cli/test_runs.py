@@ -110,7 +110,7 @@ def test_show_tells_the_outcome_of_every_seed(tmp_path: Path, capsys: pytest.Cap
         entered(3, "a", "FOSSILIZED", "it pays"),
         entered(3, "b", "HOLDING", "it learns"),
         entered(4, "b", "BLENDING", "does not pay"),
-        entered(5, "b", "PRUNED", "alpha is 0"),
+        entered(5, "b", "PRUNED", "does not pay"),
         entered(5, "b", "EMBARGOED", "for a while"),
         RolledBack(epoch=6, to_epoch=5, reason="loss exploded", embargoed=["c"]),
         entered(7, "b", "GERMINATED", "again"),
