@@ -132,6 +132,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arena = root / "arena"
     save(ArenaTrainConfig(), arena / CONFIG)
     shutil.copy(root / "cue-0" / EVENTS, arena / EVENTS)
+    stamp = {key: event[key] for key in ("time", "run", "rank", "env", "step")}
+    battles = {"update": 1, "results": {"strong": [4, 2, 2], NASTY: [1, 0, 0]}, "opponents": [], "team": 2, "overflow": 0, "reward": {}}
+    league = {"update": 1, "name": "update-1", "is_promoted": True, "reason": "", "retired": [], "against": {}}
+    league |= {"ratings": {"strong": [28.0, 1.5], "update-1": [24.0, 3.0]}, "anchors": ["strong"]}
+    with (arena / EVENTS).open("a") as file:
+        file.writelines(json.dumps({"kind": "round_fought", **stamp, **battles}) + "\n" for _ in range(25))
+        file.write(json.dumps({"kind": "league_changed", **stamp, **league}) + "\n")
     for age, (name, frames) in enumerate({NASTY_REPLAY: 24, "evaluation-step-64": 12}.items()):
         path = write_replay(arena / "replays" / f"{name}.safetensors", *staged_battle(team_size=2, size=16, frames=frames))
         os.utime(path, (1000 - age, 1000 - age))
@@ -287,7 +294,7 @@ def test_runs_that_differ_only_in_their_seed_are_known_to_each_other(runs: Path,
     assert seeds == {"cue-0": [("cue-0", 0), ("cue-1", 1)], "cue-1": [("cue-0", 0), ("cue-1", 1)], "grown": []}
 
 
-@pytest.mark.parametrize("name", ["grown", "controller", "cue-0", "killed", "rolled-back"])
+@pytest.mark.parametrize("name", ["grown", "controller", "cue-0", "killed", "arena", "rolled-back"])
 def test_the_terminal_shows_what_the_page_shows(
     runs: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -300,6 +307,7 @@ def test_the_terminal_shows_what_the_page_shows(
         "controller": ["rent", "chose to wait", "digits · 2-3-4", "the critic predicts", "conv3x3", "explained variance"],
         "cue-0": ["explained variance", "entropy of action", "KL divergence", "memory_bytes"],
         "killed": ["dead", "--resume"],
+        "arena": ["strong", "80", "62.5%", "28.0 ± 1.5"],
         "rolled-back": ["went back to epoch 1 and lost 37 steps", "norm promises more in this slot", "rolled back"],
     }[name]
     assert [word for word in words if word not in shown] == [], shown
@@ -730,6 +738,19 @@ def test_the_page_of_an_arena_run_plays_the_newest_battle_and_any_of_the_list(pa
 def sideways(page: Page) -> int:
     """Return how many pixels the page is wider than the window."""
     return int(page.driver.execute_script("return document.documentElement.scrollWidth - document.documentElement.clientWidth"))
+
+
+def test_the_page_of_an_arena_run_tells_win_rates_with_intervals_and_ratings(page: Page, address: str, runs: Path) -> None:
+    show(page, address, f"/runs/{name_in_address(runs / 'arena')}", "[data-opponent]")
+    lines = [json.loads(line) for line in (runs / "arena" / EVENTS).read_text().splitlines()]
+    rounds = [line["results"]["strong"] for line in lines if line["kind"] == "round_fought"][-20:]
+    won, drawn, lost = (sum(results[place] for results in rounds) for place in range(3))
+    cells = [page.text(f"[data-opponent='strong'] td:nth-child({cell})") for cell in range(1, 7)]
+    assert cells[:4] == ["strong anchor", str(won), str(drawn), str(lost)]
+    rate, low, high = (float(number.strip("[],")) for number in cells[4].split())
+    assert rate == pytest.approx(100 * (won + drawn / 2) / (won + drawn + lost), abs=0.05)
+    assert low < rate < high
+    assert cells[5] == "28.0 ± 1.5"
 
 
 def in_player(page: Page, selector: str) -> str:

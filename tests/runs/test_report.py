@@ -129,7 +129,8 @@ def test_the_report_of_an_arena_run_shows_win_rates_by_opponent(tmp_path: Path) 
     charts = charts_of(page)
     assert charts["Win rate by opponent; a draw is half a win"]["strong"] == ([100, 200], [0.5, 0.75])
     assert charts["Parts of the reward"]["kill"] == ([100, 200], [0.5, 0.7])
-    assert "<td>strong</td>" + "".join(f'<td class="number">{value}</td>' for value in (4, 2, 2, "62.5%")) in page
+    cells = (4, 2, 2, "62.5% [30.6%, 86.3%]", "–")
+    assert "<td>strong</td><td></td>" + "".join(f'<td class="number">{value}</td>' for value in cells) in page
     assert "<td>promoted</td>" in page
 
 

@@ -193,10 +193,20 @@ def run_view(page: dict[str, Any], curves: Mapping[str, list[float]]) -> Rendera
         name, advice = Text(light["name"]), Text(light["advice"], style="dim")
         lights.add_row(Text("●", style=LIGHT_STYLES[light["colour"]]), name, _number(light["value"]), advice)
     parts.append(lights)
+    if page.get("opponents"):
+        opponents = _table("opponent", "won", "drawn", "lost", "win rate", "rating", left=1)
+        for row in page["opponents"][:12]:
+            rate = "–" if row["rate"] is None else f"{row['rate']:.1%} [{row['low']:.1%}, {row['high']:.1%}]"
+            rating = "–" if row["rating"] is None else f"{row['rating']:.1f} ± {row['spread']:.1f}"
+            opponents.add_row(Text(row["name"]), *(str(row[name]) for name in ("won", "drawn", "lost")), rate, rating)
+        parts.append(opponents)
     if page.get("league"):
         last = page["league"][-1]
         parts.append(Text(f"league: {last['name']} {'entered' if last['is_promoted'] else 'did not enter'}: {last['reason']}", style="dim"))
     for problem in page["problems"][:3]:
+        if "words" in problem:
+            parts.append(Text(f"step {problem['step']:,}: {problem['words']}", style="yellow"))
+            continue
         said = {
             name: value for name, value in problem.items() if name not in ("kind", "time", "step") and isinstance(value, str | int | float)
         }

@@ -192,6 +192,13 @@ const template = `
 
       <seed-analysis v-if="page.blueprints" :blueprints="page.blueprints" :analysis="page.analysis" :folder="page.summary.folder" :is-growth="Boolean(growth)" />
 
+      <section v-if="page.opponents && page.opponents.length" class="card">
+        <header><h3>opponents</h3></header>
+        <div class="scroll"><table><thead><tr><th>player</th><th class="number">won</th><th class="number">drawn</th><th class="number">lost</th><th class="number">win rate, %</th><th class="number">rating</th></tr></thead>
+        <tbody><tr v-for="row in page.opponents" :key="row.name" :data-opponent="row.name"><td>{{ row.name }} <small v-if="row.is_anchor">anchor</small></td><td class="number">{{ row.won }}</td><td class="number">{{ row.drawn }}</td><td class="number">{{ row.lost }}</td><td class="number">{{ row.rate === null ? '–' : percent(row) }}</td><td class="number">{{ row.rating === null ? '–' : row.rating.toFixed(1) + ' ± ' + row.spread.toFixed(1) }}</td></tr></tbody></table></div>
+        <p class="quiet">Battles of the learner in the last 20 rounds; a draw is half a win, with the 95 % interval over battles. Ratings are of the last change of the league.</p>
+      </section>
+
       <section v-if="page.league && page.league.length" class="card">
         <header><h3>league</h3></header>
         <ol class="log"><li v-for="(row, index) in page.league.slice().reverse()" :key="index"><b>{{ row.name }}</b> {{ row.is_promoted ? 'entered the league' : 'did not enter' }}: {{ row.reason }}</li></ol>
@@ -496,6 +503,9 @@ export default {
     described(problem) {
       if (problem.words) return `step ${format(problem.step)}: ${problem.words}`;
       return Object.entries(problem).filter(([name, value]) => !["kind", "time", "step"].includes(name) && value !== "" && value !== null && typeof value !== "object").map(([name, value]) => `${name.replaceAll("_", " ")} ${typeof value === "number" ? format(value) : value}`).join(" · ");
+    },
+    percent(row) {
+      return `${(100 * row.rate).toFixed(1)} [${(100 * row.low).toFixed(1)}, ${(100 * row.high).toFixed(1)}]`;
     },
     interval(value, low, high) {
       return low === null || low === undefined ? format(value) : `${format(value)} [${format(low)}, ${format(high)}]`;

@@ -31,6 +31,7 @@ from esper.runs.compare import NOT_COMPARED, compare_opened, seed_of
 from esper.runs.folder import CONFIG, EVENTS, TWIN, RunError
 from esper.runs.health import lights
 from esper.runs.index import Series, thinned
+from esper.runs.opponents import opponent_rows
 
 POINTS = 2000  # of one series, at most
 REPLAYS = 50  # in a list, at most
@@ -155,6 +156,7 @@ class Watcher:
                 page |= self._analysis(run)
             if run.kind == "arena":
                 page["replays"] = replay_rows(replays_of(run), f"/replays/{name}")
+                page["opponents"] = [row._asdict() for row in opponent_rows(run.index)]
                 page["league"] = [_without_stamp(event) for event in run.index.events("league_changed")][-50:]
         cleaned: dict[str, Any] = _clean(page)
         return cleaned

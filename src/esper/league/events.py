@@ -36,6 +36,8 @@ class LeagueChanged(Event, tag="league_changed"):
     reason: str
     retired: list[str]
     against: dict[str, tuple[int, int, int]]  # opponent -> won, drawn, lost
+    ratings: dict[str, tuple[float, float]] = {}  # player -> mean and standard deviation of its strength; empty without ratings
+    anchors: list[str] = []  # bots of the league, which do not change
 
     def shown(self) -> Mapping[str, Any]:
         return {"is_promoted": int(self.is_promoted), **battle_numbers(self.against)}

@@ -226,6 +226,7 @@ class SelfPlay:
         self.league, result, against = self.trials.enter(self.league, name, step, self.learner)
         if self.group.rank:
             return  # only rank 0 reports it
+        players = [entry.name for entry in self.league.entries if entry.kind != "retired"]
         self.on_event(
             LeagueChanged(
                 update=self.updates,
@@ -234,6 +235,8 @@ class SelfPlay:
                 reason=result.reason,
                 retired=list(result.retired),
                 against=_plain(against),
+                ratings={player: (rating.mu, rating.sigma) for player in players if (rating := self.league.rating(player)) is not None},
+                anchors=list(self.league.anchors),
             )
         )
 

@@ -19,6 +19,7 @@ from esper.runs.catalog import Run, Summary, open_run
 from esper.runs.folder import CONFIG, RunError
 from esper.runs.health import lights
 from esper.runs.index import Series, thinned
+from esper.runs.opponents import RECENT, opponent_rows
 from esper.runs.page import WIDTH, Line, chart, note, render, section, table, tiles
 from esper.text_table import duration, figure
 
@@ -285,9 +286,19 @@ def _arena_sections(run: Run) -> list[str]:
     checkpoints: Series = run.index.series("checkpoint_evaluated/mean_return")
     evaluation = Line("checkpoints, in evaluation", checkpoints.steps.tolist(), checkpoints.values.tolist(), "f")
     parts = [_drawn("Win rate by opponent; a draw is half a win", [*lines, evaluation], is_percent=True)]
-    rows = [(name, *map(str, totals[name]), f"{(totals[name][0] + totals[name][1] / 2) / sum(totals[name]):.1%}") for name in totals]
+    rows = [
+        (
+            row.name,
+            "anchor" if row.is_anchor else "",
+            *map(str, (row.won, row.drawn, row.lost)),
+            "–" if row.rate is None or row.low is None or row.high is None else f"{row.rate:.1%} [{row.low:.1%}, {row.high:.1%}]",
+            "–" if row.rating is None else f"{row.rating:.1f} ± {row.spread:.1f}",
+        )
+        for row in opponent_rows(run.index)
+    ]
     if rows:
-        parts.append(table(("opponent in training", "won", "drawn", "lost", "win rate"), rows[:20], numbers=range(1, 5)))
+        parts.append(table(("opponent", "", "won", "drawn", "lost", "win rate", "rating"), rows[:20], numbers=range(2, 7)))
+        parts.append(note(f"Battles of the learner in the last {RECENT} rounds, with 95 % intervals over battles."))
     sections = [section("Win rates", *parts)]
     if reward := _drawn("Parts of the reward", _all_of(run, "round_fought/reward/")):
         sections.append(section("Reward", reward))
