@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import re
 import runpy
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 import esper
@@ -95,3 +97,22 @@ def test_the_code_on_the_card_of_a_task_loads_the_model(tmp_path: Path, monkeypa
     loaded = runpy.run_path(str(tmp_path / "load.py"))["model"]
     again = esper.load(result.folder, model=esper.tasks.load_task("digits").make_host("starved"))
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in loaded.state_dict().items())
+
+
+@pytest.mark.slow
+def test_a_model_that_is_saved_outside_of_a_run_has_a_card_beside_it(tmp_path: Path) -> None:
+    inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+    batches = [(inputs[:16], inputs[:16, :3].argmax(1)), (inputs[16:], inputs[16:, :3].argmax(1))]
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    plan = Planned([(0, "1", "norm")])
+    grown = esper.grow(model, batches, batches, nn.functional.cross_entropy, epochs=3, controller=plan, progress=False)
+    grown.save(tmp_path / "net.safetensors")
+    text = (tmp_path / "net.md").read_text()
+    digest = hashlib.sha256((tmp_path / "net.safetensors").read_bytes()).hexdigest()
+    assert digest in text
+    assert f"{grown.host.parameters + grown.added.parameters:,}" in text
+    assert "| norm |" in text
+    assert 'esper.load("net.safetensors", model=model)' in text
+    (tmp_path / "net.md").write_text("mine")
+    grown.save(tmp_path / "net.safetensors")
+    assert (tmp_path / "net.md").read_text() == "mine"

@@ -34,6 +34,7 @@ from esper.growth.lifecycle.stages import Cost
 from esper.growth.report.summary import metric_in_words, result_in_words
 from esper.profiling import TRACE
 from esper.runs import SINK_FOLDERS, Checkpoint, CheckpointRefused, CheckpointStore, Event, EventLog, Sink
+from esper.runs.cards import write_model_card
 from esper.runs.folder import CHECKPOINTS, CONFIG, EVENTS, check_holds_a_run, locked, new_folder
 from esper.text_table import duration, figure
 
@@ -98,8 +99,13 @@ class Grown(Displayed):
         )
 
     def save(self, path: Path | str) -> None:
-        """Write weights and seeds to a safetensors file; `esper.load(path, model=new_instance)` restores the grown model."""
+        """Write weights and seeds to a safetensors file, and a model card beside it.
+
+        `esper.load(path, model=new_instance)` restores the grown model. The card has the name of the file and the suffix .md. A file
+        of this name that is not a card is left alone.
+        """
         save_model(self.model, path)
+        write_model_card(path, self.card())
 
 
 def finished(grown: Grown) -> GrowthFinished:

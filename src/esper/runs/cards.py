@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import esper
+from esper.display import Card
 from esper.files import printable, write_file
 from esper.runs.catalog import Run, open_run, settings_of
 from esper.runs.folder import CONFIG, EVENTS, GROW, TWIN, Kind
@@ -61,6 +63,37 @@ def card_of(run: Run) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
+def write_model_card(file: Path | str, card: Card) -> Path | None:
+    """Write the card of a model that was saved outside of a run, beside its file; None if a file of the user has its name."""
+    file = Path(file)
+    path = file.with_suffix(".md")
+    if path.exists() and not path.read_bytes().startswith(MARK.encode()):
+        return None
+    lines = [[_plain(cell) for cell in card.heading], ["---"] * len(card.heading), *([_plain(cell) for cell in row] for row in card.rows)]
+    parts = [
+        MARK,
+        f"# {_plain(card.title)}",
+        "A network that grew while it was trained." if card.rows else "A network that was trained; nothing grew.",
+        "## Figures",
+        _list([(_plain(name), _plain(value)) for name, value in card.figures]),
+        "Another random seed gives other figures. There is no twin, so it is unknown how much of this is due to growth.",
+        *(["## Seeds", "\n".join(f"| {' | '.join(line)} |" for line in lines)] if card.rows else []),
+        "## How it was made",
+        _list([("made by", "`esper.grow(...)` in a Python program"), ("versions", ", ".join(_versions(esper.__version__))), _file(file)]),
+        "## How to load it",
+        f'```python\nimport esper\n\nmodel = ...  # a new, ungrown instance\nmodel = esper.load("{file.name}", model=model)\n```',
+    ]
+    write_file(path, printable("\n\n".join(parts) + "\n").encode())
+    return path
+
+
+def _file(path: Path) -> tuple[str, str]:
+    """Return size and digest of a file as a line of a card."""
+    with open(path, "rb") as content:
+        found = hashlib.file_digest(content, "sha256").hexdigest()
+    return "file", f"[{path.name}]({path.name}), {path.stat().st_size:,} bytes, sha256 {found}"
+
+
 def _making(run: Run) -> list[tuple[str, str]]:
     """Return the command or call, the seed, the versions and the files of a run."""
     settings = settings_of(run.config())
@@ -82,9 +115,7 @@ def _making(run: Run) -> list[tuple[str, str]]:
         ("events", f"[{EVENTS}]({EVENTS})"),
     ]
     if file is not None and (run.folder / file).is_file():
-        with open(run.folder / file, "rb") as content:
-            digest = hashlib.file_digest(content, "sha256").hexdigest()
-        rows.append(("file", f"[{file}]({file}), {(run.folder / file).stat().st_size:,} bytes, sha256 {digest}"))
+        rows.append(_file(run.folder / file))
     return [(name, value) for name, value in rows if value]
 
 
@@ -98,8 +129,8 @@ def _how(run: Run) -> str:
     return f"esper {words}{env} --config {GROW if run.kind == 'growth' else CONFIG}".replace("`", "'")
 
 
-def _versions(esper: str) -> list[str]:
-    versions = [f"esper {esper}"] if esper else []
+def _versions(own: str) -> list[str]:
+    versions = [f"esper {own}"] if own else []
     for package in ("torch", "numpy"):
         try:
             versions.append(f"{package} {importlib.metadata.version(package)}")
