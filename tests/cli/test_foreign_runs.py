@@ -33,7 +33,7 @@ CONFIGS: dict[str, Config] = {
 NAMED = {"ppo": "a ppo run", "growth": "a growth run", "controller": "a controller run", "arena": "an arena run"}
 COMMANDS = {
     "ppo": "esper ppo train --resume --run x, esper ppo eval x",
-    "growth": "esper grow --resume --run x, esper grow report x",
+    "growth": "esper grow --resume --run x, esper report x",
     "controller": "esper controller train --resume --run x",
     "arena": "esper arena train --resume --run x, esper arena eval x, esper arena league x, esper arena match x strong",
 }
@@ -101,7 +101,7 @@ def test_a_growth_run_started_in_python_is_refused_with_the_python_call(tmp_path
     save(GrowthConfig(), tmp_path / "x/config.toml")
     for argv in (["ppo", "eval", "x"], ["grow", "--resume", "--run", "x"]):
         assert main(argv) == 2
-        assert "esper grow report x, and in Python esper.grow(..., run='x', resume=True)" in capsys.readouterr().err
+        assert "esper report x, and in Python esper.grow(..., run='x', resume=True)" in capsys.readouterr().err
 
 
 CALLS: list[tuple[str, Callable[[str], object]]] = [

@@ -88,7 +88,7 @@ def test_show_tells_state_figures_beside_the_twin_and_what_to_do_next(runs: Path
     text = shown(["runs", "show", "runs/group/grown"], capsys)
     assert "validation loss 0.75 0.8" in text
     assert "test accuracy 0.9 0.8" in text
-    assert "esper grow report runs/group/grown" in text
+    assert "esper report runs/group/grown" in text
     text = shown(["runs", "show", "runs/dead", "--settings"], capsys)
     assert "state dead" in text
     assert "esper ppo train --resume --run runs/dead" in text

@@ -168,7 +168,9 @@ def test_the_page_of_a_growth_run_tells_the_lives_of_its_seeds(runs: Path, tmp_p
     kept = {event["slot"] for event in entered if event["stage"] == "FOSSILIZED"}
     assert {seed["slot"] for seed in page["growth"]["seeds"] if seed["outcome"] == "kept"} == kept
     last = [event for event in lines_of(runs / "grown") if event["kind"] == "epoch_ended"][-1]
-    assert {slot["slot"]: slot["stage"] for slot in page["growth"]["slots"]} == {view["slot"]: view["stage"] for view in last["slots"]}
+    stages = {view["slot"]: view["stage"] if view["stage"] == "FOSSILIZED" else "DORMANT" for view in last["slots"]}
+    assert {slot["slot"]: slot["stage"] for slot in page["growth"]["slots"]} == stages, "a finished model has only the kept seeds"
+    assert not [seed for seed in page["growth"]["seeds"] if seed["outcome"] == "living"]
 
 
 def test_series_are_sent_once_then_only_what_is_new_and_never_too_many(runs: Path, tmp_path: Path) -> None:
@@ -484,7 +486,7 @@ def test_figures_of_the_growth_page_equal_a_plain_loop_over_the_lines(page: Page
     assert math.isclose(number(page.text("[data-last]")), ended[-1]["val_loss"], rel_tol=1e-3)
     assert math.isclose(number(page.text("[data-best]")), min(event["val_loss"] for event in ended), rel_tol=1e-3)
     assert page.text("[data-kept]") == f"{len(kept)} of 2"
-    assert number(page.text("[data-parameters]")) == ended[-1]["parameters"]
+    assert number(page.text("[data-parameters]")) == next(event["parameters"] for event in events if event["kind"] == "growth_finished")
     assert len(page.texts("svg.network [data-slot]")) == len(ended[-1]["slots"])
     assert page.texts("[data-ledger] td:nth-child(3)") == ["mlp", "norm"]
     page.driver.execute_script("document.querySelector('[data-seed]').dispatchEvent(new MouseEvent('click', {bubbles: true}))")
@@ -751,6 +753,19 @@ def test_the_page_of_an_arena_run_tells_win_rates_with_intervals_and_ratings(pag
     assert rate == pytest.approx(100 * (won + drawn / 2) / (won + drawn + lost), abs=0.05)
     assert low < rate < high
     assert cells[5] == "28.0 ± 1.5"
+
+
+def test_keys_choose_runs_and_links_keep_their_own_keys(page: Page, address: str, runs: Path) -> None:
+    press = "arguments[0].dispatchEvent(new KeyboardEvent('keydown', {key: arguments[1], bubbles: true, cancelable: true}))"
+    show(page, address, "/", "[data-run]")
+    page.driver.execute_script(f"return {press}", page.driver.find_element("tag name", "body"), "?")
+    page.wait(lambda: page.driver.execute_script("return document.querySelector('.help') !== null"), "? shows no help")
+    link = page.driver.find_element("css selector", "[data-run] a")
+    assert page.driver.execute_script(f"return {press}", link, "Enter"), "Enter on a link must stay with the link"
+    page.driver.find_element("css selector", "input[type=search], .bar input").send_keys("grown")
+    page.wait(lambda: len(page.texts("[data-run]")) == 1, "the filter leaves more than one run")
+    page.driver.execute_script(f"return {press}", page.driver.find_element("tag name", "body"), "Enter")
+    page.wait(lambda: page.driver.current_url.endswith(f"/runs/{name_in_address(runs / 'grown')}"), "Enter opens no run")
 
 
 def in_player(page: Page, selector: str) -> str:

@@ -16,8 +16,10 @@ from torch.nn.functional import cross_entropy
 import esper
 from esper.rl import PPOConfig, TrainConfig, train_run
 from esper.runs import RunError
+from esper.runs.analysis import read_analysis
 from esper.runs.catalog import DEAD_AFTER_S, LABELS, differing_settings, find_runs, label, open_run, remove_run
-from esper.runs.folder import EVENTS, locked
+from esper.runs.folder import EVENTS, GROW, locked
+from tests.runs.made import made_growth
 
 pytestmark = pytest.mark.slow  # trains two runs
 
@@ -112,3 +114,18 @@ def test_only_a_run_that_nobody_trains_is_removed(runs: Path, tmp_path: Path) ->
 def test_settings_that_differ_are_listed_with_missing_ones(runs: Path) -> None:
     one, other = ({"env": "cue", "ppo": {"gamma": gamma}, **extra} for gamma, extra in ((0.9, {}), (0.8, {"seed": 1})))
     assert differing_settings({"a": one, "b": other}) == {"ppo.gamma": {"a": 0.9, "b": 0.8}, "seed": {"a": None, "b": 1}}
+
+
+@pytest.mark.parametrize("name", [GROW, "labels.json", "analysis.json"])
+def test_a_link_out_of_a_run_is_not_followed(tmp_path: Path, name: str) -> None:
+    folder = made_growth(tmp_path / "run", [1.0])
+    secret = tmp_path / "secret"
+    secret.write_text({GROW: 'password = "x"', "labels.json": '{"tags":["x"],"note":"x"}', "analysis.json": "{}"}[name])
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(secret)
+    run = open_run(folder, cache=tmp_path / "cache")
+    assert run.labels().tags == []
+    assert read_analysis(folder) is None
+    if name == GROW:
+        with pytest.raises(FileNotFoundError, match="outside of the run"):
+            run.config()

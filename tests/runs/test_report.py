@@ -146,7 +146,7 @@ def test_a_run_without_updates_has_a_report_and_one_that_has_not_begun_has_none(
     assert "There was no update yet." in write_run_report(make_run(tmp_path / "begun", "ppo", [])).read_text()
     with pytest.raises(RunError, match="the training has not begun"):
         write_run_report(make_run(tmp_path / "new", "ppo", [], has_begun=False))
-    with pytest.raises(RunError, match="esper grow report"):
+    with pytest.raises(RunError, match="esper report"):
         write_run_report(make_run(tmp_path / "grown", "growth", []))
 
 

@@ -71,7 +71,7 @@ def _saved_config(folder: str | None, path: str | None) -> GrowTaskConfig:
         check_run(place, "growth")
     if not (place / GROW).is_file():
         raise CommandError(
-            f"the run in {folder} was not started by esper grow: it has no {GROW}. It takes esper grow report {shlex.quote(folder)}, "
+            f"the run in {folder} was not started by esper grow: it has no {GROW}. It takes esper report {shlex.quote(folder)}, "
             f"and in Python esper.grow(..., run={folder!r}, resume=True)"
         )
     return load_saved(GrowTaskConfig, place / GROW)

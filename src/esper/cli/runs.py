@@ -290,7 +290,7 @@ def what_next(run: Run, summary: Summary) -> list[str]:
     if summary.state != "finished":
         return [resume]
     use = {
-        "growth": f"write its report with: esper grow report {folder}",
+        "growth": f"write its report with: esper report {folder}",
         "ppo": f"play fresh episodes with: esper ppo eval {folder}",
         "controller": f"grow with it: esper grow --task digits --controller {shlex.quote(str(run.folder / 'controller.safetensors'))}",
         "arena": f"fight battles with: esper arena eval {folder}",

@@ -118,7 +118,7 @@ const template = `
         <div v-for="tag in page.summary.tags" :key="tag" class="tag">{{ tag }}</div>
       </div>
       <p v-if="page.summary.note" class="quiet">{{ page.summary.note }}</p>
-      <p v-if="page.summary.state === 'dead'" class="warning" role="alert">Its process gave no sign of life for {{ ago(page.summary.touched) }}. It was killed, or hangs. Give its command the option --resume to continue it.</p>
+      <p v-if="page.summary.state === 'dead'" class="warning" role="alert">The last sign of life of its process was {{ ago(page.summary.touched) }}. It was killed, or hangs. Give its command the option --resume to continue it.</p>
       <p v-if="problem === gone" class="warning" role="alert">The folder of this run was moved or removed. These are the last figures from it. See <a href="#/">all runs</a>.</p>
       <p v-if="page.skipped" class="warning" role="alert">{{ page.skipped === 1 ? 'One line of its log is' : page.skipped + ' lines of its log are' }} damaged and left out, as after a full disk or a crash. All others are shown.</p>
       <p v-if="page.summary.state === 'empty'" class="empty">It has written no events yet. Its training is about to start; if this stays so, look into the terminal where it was started.</p>
@@ -457,6 +457,8 @@ export default {
     press(event) {
       if (event.ctrlKey || event.metaKey || event.altKey) return;
       if (["INPUT", "SELECT", "TEXTAREA"].includes(event.target.tagName)) return;
+      // Links, buttons and drawn buttons keep the keys that activate them.
+      if (["Enter", " "].includes(event.key) && event.target.closest("a, button, summary, [role=button]")) return;
       const run = this.shownRuns[this.here];
       const actions = {
         "/": () => this.$refs.filter?.focus(),

@@ -390,7 +390,10 @@ def growth_story(run: Run, twin: Run | None = None) -> dict[str, Any]:
     epochs = index.events("epoch_ended")
     seeds = seeds_of([*index.events("stage_entered"), *index.events("measured"), *epochs, *index.events("rolled_back")])
     last = {view["slot"]: view for view in epochs[-1]["slots"]} if epochs else {}
-    slots = [{"slot": slot, **last.get(slot, {"stage": "DORMANT", "blueprint": None, "alpha": 0.0})} for slot in started.get("slots", [])]
+    empty = {"stage": "DORMANT", "blueprint": None, "alpha": 0.0}
+    if any(event["why"] != "stopped" for event in index.events("growth_finished")[-1:]):  # the model has only the kept seeds
+        last = {slot: view if view["stage"] == "FOSSILIZED" else {"slot": slot, **empty} for slot, view in last.items()}
+    slots = [{"slot": slot, **last.get(slot, empty)} for slot in started.get("slots", [])]
     marks = [
         {"epoch": event["epoch"], "what": GROWS[event["stage"]], "slot": event["slot"], "blueprint": event["blueprint"]}
         for event in index.events("stage_entered")

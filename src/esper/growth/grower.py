@@ -402,6 +402,7 @@ class Grower:
         """Return the model with its fossilized seeds built in and all slots removed. If baking fails, the grower stays usable."""
         self._stop_watching(discard=True)
         model = self.slotted.bake()
+        self._emit_events()  # such as the end of seeds that were pruned since the last epoch
         self.stop()
         return model
 

@@ -92,7 +92,7 @@ class Run:
     def refresh(self, on_progress: Callable[[float], None] = lambda share: None) -> int:
         """Read new events of the run and of its twin; see `EventIndex.refresh`. A run that has not written any has none."""
         if self.kind == "growth":
-            if self.twin is None and (self.folder / TWIN / EVENTS).is_file():
+            if self.twin is None and (self.folder / TWIN / EVENTS).is_file() and not (self.folder / TWIN).is_symlink():
                 self.twin = Run(self.folder / TWIN, "growth", cache=self._cache)
             if self.twin is not None:
                 self.twin.refresh()
@@ -104,13 +104,13 @@ class Run:
     def config(self) -> dict[str, Any]:
         """Return the settings, by section."""
         path = self.folder / (GROW if (self.folder / GROW).is_file() else CONFIG)
-        found: dict[str, Any] = parse_toml(read_file(path, max_bytes=MAX_CONFIG_BYTES))
+        found: dict[str, Any] = parse_toml(read_own(path, max_bytes=MAX_CONFIG_BYTES))
         return found
 
     def labels(self) -> Labels:
         """Return tags and note; empty ones if there are none, or if the file is damaged."""
         try:
-            return msgspec.json.decode(read_file(self.folder / LABELS, max_bytes=MAX_CONFIG_BYTES), type=Labels)
+            return msgspec.json.decode(read_own(self.folder / LABELS, max_bytes=MAX_CONFIG_BYTES), type=Labels)
         except (OSError, ValueError, msgspec.MsgspecError):
             return Labels()
 
@@ -198,6 +198,13 @@ class Run:
             tags=labels.tags,
             note=labels.note,
         )
+
+
+def read_own(path: Path, *, max_bytes: int) -> bytes:
+    """Read a file of a run. A link to a file outside of its folder is not followed: whoever may write a run may not read everything."""
+    if path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve()):
+        raise FileNotFoundError(f"{path} is a link to a file outside of the run")
+    return read_file(path, max_bytes=max_bytes)
 
 
 def find_runs(root: Path | str, *, cache: Path | None = None) -> list[Run]:

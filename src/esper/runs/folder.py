@@ -97,9 +97,9 @@ def _commands_for(folder: Path, kind: Kind) -> str:
     run = shlex.quote(str(folder))
     match kind:
         case "growth" if (folder / GROW).is_file():
-            return f"esper grow --resume --run {run}, esper grow report {run}"
+            return f"esper grow --resume --run {run}, esper report {run}"
         case "growth":
-            return f"esper grow report {run}, and in Python esper.grow(..., run={str(folder)!r}, resume=True)"
+            return f"esper report {run}, and in Python esper.grow(..., run={str(folder)!r}, resume=True)"
         case "ppo":
             return f"esper ppo train --resume --run {run}, esper ppo eval {run}"
         case "controller":

@@ -41,7 +41,7 @@ def write_run_report(folder: Path | str) -> Path:
     """Write the report of a run, finished or not, into its folder, and return its path. An older report is replaced."""
     run = open_run(folder)
     if run.kind == "growth":
-        raise RunError(f"{folder} is a growth run, which has a report of its own: esper grow report {folder}")
+        raise RunError(f"{folder} is a growth run, which has a report of its own: esper report {folder}")
     if not run.index.kinds.get("run_started"):
         raise RunError(f"there is nothing to report about {folder}: the training has not begun; try again later")
     path = Path(folder) / REPORT
