@@ -21,10 +21,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import esper.growth.grower
 import esper.rl.batch
 import esper.rl.learner
 import fleet_loop
 from clock import Parts, Timed
+from esper.controller.env import GrowthEnv
 from esper.devices import find_device, threads
 from esper.fleet.fleet import Fleet
 from esper.growth.config import TrainingConfig
@@ -34,6 +36,7 @@ from esper.growth.training_loop import Training, step_loss_of
 from esper.rl import PPO, PPOConfig
 from esper.rl.config import NetworkConfig
 from esper.runs import Event, EventLog
+from esper.runs.telemetry import ResourceMeter
 from esper.statistics import student_interval
 from fleet import synthetic_task
 from records import RESULTS, Output, Record
@@ -44,6 +47,10 @@ TIMED: list[Timed] = [
     (INSIDE, PPO, "_report"),
     (INSIDE, esper.rl.learner, "gradient_norms"),  # type: ignore[list-item]
     (INSIDE, esper.rl.batch, "_size_and_spread"),  # type: ignore[list-item]
+    (INSIDE, esper.rl.batch, "calibration"),  # type: ignore[list-item]
+    (INSIDE, ResourceMeter, "read"),
+    (INSIDE, esper.growth.grower, "epoch_ended"),  # type: ignore[list-item]
+    (INSIDE, GrowthEnv, "_report_hosts"),
     (INSIDE, Grower, "_emit_events"),
     (INSIDE, GrowthTelemetry, "events_of"),
     (INSIDE, Fleet, "_emit_events"),

@@ -64,7 +64,7 @@ class WatchArguments(Config):
     path: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN_OR_FOLDER")] = Path("runs")
     """a run, or a folder with runs"""
     terminal: bool = False
-    """show them in this terminal; once, if the output is no terminal"""
+    """show the runs in this terminal; print them once if the output is no terminal"""
     port: NonNegativeInt = 0
     """port of the page; 0: any free one"""
     show: bool = True

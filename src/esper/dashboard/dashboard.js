@@ -28,7 +28,7 @@ const CHARTS = {
     ["gradient norm", ["update/grad_norm"]],
   ],
 };
-CHARTS.arena = [["win rate", ["round_fought/win_rate/"]], ["checkpoints: score against the anchor", ["checkpoint_evaluated/mean_return"]], ["parts of the reward", ["round_fought/reward/"]], ...CHARTS.ppo.slice(2)];
+CHARTS.arena = [["win rate", ["round_fought/win_rate/"]], ["ratings of the league", ["league_changed/rating/"]], ["checkpoints: score against the anchor", ["checkpoint_evaluated/mean_return"]], ["parts of the reward", ["round_fought/reward/"]], ...CHARTS.ppo.slice(2)];
 CHARTS.controller = [["gain and rent", ["round_ended/gain", "round_ended/rent"]], ["decisions by kind", ["round_ended/decisions/"]], ["seeds grown and kept", ["round_ended/grown", "round_ended/kept"]], ["parts of the reward", ["round_ended/reward/"]], ...CHARTS.ppo.slice(2)];
 const used = (kind) => [
   ["cores in use by the training", [`${kind}/resources/cpu_cores`]],

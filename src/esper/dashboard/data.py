@@ -1,6 +1,6 @@
 """The data of the dashboard: what its pages show, computed from run folders alone. Imports no torch, and changes no run.
 
-A page asks again every half second. Series are sent once, thinned to `POINTS` points; afterwards only the points that are new.
+A request is held until the log grows. Series are sent once, thinned to `POINTS` points; afterwards only the points that are new.
 """
 
 from __future__ import annotations

@@ -40,4 +40,5 @@ class LeagueChanged(Event, tag="league_changed"):
     anchors: list[str] = []  # bots of the league, which do not change
 
     def shown(self) -> Mapping[str, Any]:
-        return {"is_promoted": int(self.is_promoted), **battle_numbers(self.against)}
+        rating = {player: mean for player, (mean, _) in self.ratings.items()}
+        return {"is_promoted": int(self.is_promoted), **battle_numbers(self.against), "rating": rating}

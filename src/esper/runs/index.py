@@ -426,7 +426,11 @@ def _without_texts(event: dict[str, Any]) -> dict[str, Any]:
 SHOWN: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "measured": lambda event: {event["slot"]: {name: value for name, value in event.items() if name not in _STAMP}},
     "round_fought": lambda event: {**event, **battle_numbers(event["results"])},
-    "league_changed": lambda event: {**event, **battle_numbers(event["against"])},
+    "league_changed": lambda event: {
+        "is_promoted": int(event["is_promoted"]),
+        **battle_numbers(event["against"]),
+        "rating": {player: mean for player, (mean, _) in event.get("ratings", {}).items()},
+    },
     "round_ended": _without_texts,
 }
 

@@ -170,7 +170,7 @@ def _return_charts(run: Run) -> list[str]:
 def _learner_charts(run: Run) -> list[str]:
     heads = _all_of(run, "update/kl/")
     shown = {
-        "Entropy, of its highest value": _all_of(run, "update/entropy/"),
+        "Entropy as a share of its maximum": _all_of(run, "update/entropy/"),
         "KL divergence per update": [_line(run, "update/total_kl", "total"), *(heads if len(heads) > 1 else [])],
         "Explained variance": [_line(run, "update/explained_variance", "explained variance")],
         "Losses": [_line(run, "update/policy_loss", "policy"), _line(run, "update/value_loss", "value")],
