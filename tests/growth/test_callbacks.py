@@ -93,12 +93,12 @@ def test_a_sink_that_fails_is_switched_off_with_a_warning() -> None:
     assert [record.kind for record in sink.records] == ["growth_started"]
 
 
-def test_a_grower_tells_callbacks_and_sinks_until_it_is_baked() -> None:
+def test_a_grower_tells_callbacks_and_sinks_until_it_is_baked(capsys: pytest.CaptureFixture[str]) -> None:
     loop = make_loop()
     host = make_host()
     optimizer, sink, counter = sgd(host), Kept(), EpochCounter()
     slotted = add_slots(host, make_data()[0][0][:2], slots=list(SLOTS))
-    loop.grower = Grower(slotted, optimizer, controller="never", callbacks=[counter], sinks=[sink])
+    loop.grower = Grower(slotted, optimizer, controller="never", callbacks=[counter], sinks=[sink], progress=True)
     loop.host, loop.optimizer, loop.slotted = host, optimizer, slotted
     loop.epoch(epochs=2)
     loop.grower.bake()
@@ -106,6 +106,9 @@ def test_a_grower_tells_callbacks_and_sinks_until_it_is_baked() -> None:
     assert [record.step for record in sink.records if record.kind == "epoch_ended"] == [1, 2]
     assert {record.run for record in sink.records} == {"Host"}
     assert sink.is_closed
+    shown = capsys.readouterr().err.splitlines()
+    assert [line for line in shown if "epoch" in line] == shown
+    assert len(shown) == 2
 
 
 @pytest.mark.slow

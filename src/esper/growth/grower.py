@@ -59,6 +59,7 @@ from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, Sta
 from esper.growth.measure.contribution import AlphaSearch, Evaluate, Measurement, search_alpha
 from esper.growth.measure.probe import ProbeRunner, Promises
 from esper.growth.metrics import as_number, check_metrics
+from esper.growth.report.summary import ProgressLines
 from esper.growth.seeds.seed import MakeOptimizer, reading_waits
 from esper.growth.seeds.shadow import Closure, Shadow
 from esper.growth.telemetry import Callbacks, GrowthTelemetry, SinksWithoutLog, check_sinks
@@ -81,9 +82,9 @@ class Grower:
     Rents and thresholds are fractions of the loss of a constant predictor. That loss is `config.governor.uninformed_loss` if set, else
     `scale` if given, else the mean training loss of the first epoch.
 
-    `on_event`, `callbacks` and `sinks` get every event. A callback is a function of an event, or an object with methods such as
-    `on_epoch_ended(event)`; one that fails is switched off with a warning. A sink, such as `TensorBoardSink(folder)`, gets records with
-    the epoch as step, in a thread of its own, until `bake` or `stop` closes it.
+    `progress` prints a line per epoch on stderr. `on_event`, `callbacks` and `sinks` get every event. A callback is a function of an event,
+    or an object with methods such as `on_epoch_ended(event)`; one that fails is switched off with a warning. A sink, such as
+    `TensorBoardSink(folder)`, gets records with the epoch as step, in a thread of its own, until `bake` or `stop` closes it.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Grower:
         epochs: int | None = None,
         scale: LossRange | None = None,
         seed_optimizer: MakeOptimizer | None = None,
+        progress: bool = False,
         on_event: Callable[[Event], None] | None = None,
         callbacks: Sequence[Any] = (),
         sinks: Sequence[Sink] = (),
@@ -131,6 +133,7 @@ class Grower:
         self._shadow = Shadow(slotted, alpha=self.config.lifecycle.alpha_target)
         self._sinks = SinksWithoutLog(sinks, run=type(unwrap(slotted.model)).__name__, rank=self._group.rank)
         self._listeners: list[Callable[[Event], None]] = [
+            *([ProgressLines(type(unwrap(slotted.model)).__name__)] if progress and self._group.rank == 0 else []),
             *([] if on_event is None else [on_event]),
             *([own_callbacks] if callbacks else []),
             *([self._sinks] if sinks else []),
