@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -163,6 +164,34 @@ def test_seeds_with_exploding_gradients_are_an_anomaly_of_their_slot() -> None:
     view = esper.growth.events.SlotView("conv1", "TRAINING", "norm", 0.0, 1, 0.1, None, None, None, 1, 0.0)
     (anomaly,) = GrowthMonitor().see(epoch(1, slots=[view]), uninformed=2.3, memory={})
     assert (anomaly.what, anomaly.subject, anomaly.value) == ("gradient_health", "conv1", 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [100.0, 0.0], ids=["larger", "constant"])
+def test_inputs_of_a_growing_run_that_leave_their_range_are_a_drift(factor: float, tmp_path: Path) -> None:
+    class Drifting:
+        """A loader whose inputs change after six epochs."""
+
+        epochs = 0
+
+        def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            self.epochs += 1
+            generator = torch.Generator().manual_seed(self.epochs)
+            for _ in range(3):
+                inputs = torch.randn(32, 4, generator=generator)
+                yield inputs * (factor if self.epochs > 6 else 1.0), inputs[:, :3].argmax(dim=1)
+
+    steady = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+    val = [(steady[:16], steady[:16, :3].argmax(dim=1)), (steady[16:], steady[16:, :3].argmax(dim=1))]
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+    esper.grow(model, Drifting(), val, nn.functional.cross_entropy, epochs=16, controller="never", run=tmp_path / "run", progress=False)
+    drifts = [
+        record.event
+        for record in read(tmp_path / "run" / EVENTS)
+        if isinstance(record.event, Anomaly) and record.event.what == "input_drift"
+    ]
+    assert drifts[0].step > 6
+    assert drifts[0].subject == "tensor 0"
 
 
 # The profiler

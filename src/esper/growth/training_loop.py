@@ -302,7 +302,7 @@ class Training:
         batches, losses = [], []
         for number, (part, share) in enumerate(zip(raw, shares, strict=True), start=first):
             batch = move(part, self.device)
-            if number == 1 and self.telemetry is not None and self.telemetry.is_debug:
+            if number == 1 and self.telemetry is not None and self.telemetry.is_on:
                 self.telemetry.note_inputs(batch)
             # Seeds in the shadow can reuse one recorded forward pass, so record only if the step has a single batch.
             loss = self._train_loss(batch, grower if len(raw) == 1 else None, f"batch {number} of the training loader")
