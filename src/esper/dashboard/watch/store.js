@@ -45,7 +45,8 @@ export class SeriesStore {
     const seen = {};
     for (const name of names) {
       const own = known.series.get(name);
-      seen[name] = own && own.values.length <= MOST ? own.total : 0;
+      // New points are added to those that are here; only a much longer series is thinned by the server again.
+      seen[name] = own && own.values.length <= MOST + MOST / 4 ? own.total : 0;
     }
     const body = JSON.stringify({ names, seen, generation: known.generation, twin: twin === "twin" });
     const response = await fetch(`/api/runs/${id}/series`, { method: "POST", body });
