@@ -72,7 +72,7 @@ def test_living_seeds_of_a_run_that_has_not_ended_come_from_its_checkpoint(run: 
     assert finished is not None
     assert found.batches == 2
     assert found.measures[0].shapley["1"].estimate == pytest.approx(finished.measures[0].shapley["1"].estimate, rel=1e-4)
-    # A checkpoint of the third epoch: its seeds are still on trial.
+    # In the checkpoint of the third epoch, the seeds are still on trial.
     capsys.readouterr()
     assert main([*GROW_OWN, "--epochs", "3", "--run", "young"]) == 0
     (Path("young") / MODEL).unlink()

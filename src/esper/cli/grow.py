@@ -6,14 +6,15 @@ import contextlib
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
 import tyro
 
+from esper.cli import report
 from esper.cli.command import FAILED, USAGE, CommandError, CommandResult, check_run, failures, print_profile, show_plan
 from esper.cli.parse import parse, settings_of, train_defaults
-from esper.config import Config, NonNegativeInt, PositiveInt, load_saved
+from esper.config import NonNegativeInt, PositiveInt, load_saved
 from esper.experiment.config import GrowSeedsConfig, GrowTaskConfig
 from esper.runs.folder import CONFIG, GROW
 from esper.runs.seeds import SEEDS, holds_seeds, seeds_begun
@@ -201,23 +202,5 @@ def _user_errors() -> Iterator[None]:
 REPORT_DESCRIPTION = "Writes report.html into the folder of a run, from what happened in it so far."
 
 
-class ReportArguments(Config):
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """folder of the run"""
-
-
 def run_report(argv: list[str], prog: str) -> CommandResult:
-    arguments = parse(ReportArguments, argv, prog, description=REPORT_DESCRIPTION)
-    from esper.growth.report.html import write_report
-    from esper.runs import EventError
-    from esper.runs.folder import RunError, check_holds_a_run
-
-    try:
-        check_holds_a_run(arguments.run, "growth")
-        path = write_report(arguments.run)
-    except RunError as error:
-        raise CommandError(str(error)) from error
-    except EventError as error:
-        raise CommandError(f"no report can be made of {arguments.run}: {error}", exit_code=FAILED) from error
-    print(path)
-    return CommandResult({"report": str(path)})
+    return report.write(parse(report.ReportArguments, argv, prog, description=REPORT_DESCRIPTION).run, only="growth")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from esper.cli.command import FAILED, CommandError, CommandResult
 from esper.cli.parse import parse
 from esper.config import Config
+
+if TYPE_CHECKING:
+    from esper.runs.folder import Kind
 
 DESCRIPTION = """Writes report.html into the folder of a run, from what happened in it so far: main figures, curves, health, evaluation,
 settings; for a growth run also the network, the lives of its seeds, and the difference to its twin. The page needs no internet."""
@@ -21,21 +24,27 @@ class ReportArguments(Config):
 
 
 def run(argv: list[str], prog: str) -> CommandResult:
-    arguments = parse(ReportArguments, argv, prog, description=DESCRIPTION)
+    return write(parse(ReportArguments, argv, prog, description=DESCRIPTION).run)
+
+
+def write(folder: Path, *, only: Kind | None = None) -> CommandResult:
+    """Write the report of a run and print its path. With `only`, a run of another kind is an error."""
     from esper.growth.report.html import write_report
     from esper.runs.catalog import open_run
     from esper.runs.events import EventError
-    from esper.runs.folder import RunError
+    from esper.runs.folder import RunError, check_holds_a_run
     from esper.runs.report import write_run_report
 
-    if not arguments.run.is_dir():
-        raise CommandError(f"there is no folder {arguments.run}; give the folder of a run")
+    if only is None and not folder.is_dir():
+        raise CommandError(f"there is no folder {folder}; give the folder of a run")
     try:
-        kind = open_run(arguments.run).kind
-        path = write_report(arguments.run) if kind == "growth" else write_run_report(arguments.run)
+        if only is not None:
+            check_holds_a_run(folder, only)
+        kind = only or open_run(folder).kind
+        path = write_report(folder) if kind == "growth" else write_run_report(folder)
     except RunError as error:
         raise CommandError(str(error)) from error
     except EventError as error:
-        raise CommandError(f"no report can be made of {arguments.run}: {error}", exit_code=FAILED) from error
+        raise CommandError(f"no report can be made of {folder}: {error}", exit_code=FAILED) from error
     print(path)
     return CommandResult({"report": str(path)})

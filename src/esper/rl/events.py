@@ -84,7 +84,7 @@ class Skipped(Event, tag="skipped"):
 
 
 class Warned(Event, tag="warned"):
-    """A diagnostic crossed its threshold. Early versions of esper emitted it in every such update; now there is `Anomaly`."""
+    """A diagnostic crossed its threshold. Only logs of early versions have this event; `Anomaly` has replaced it."""
 
     step: int
     diagnostic: str  # a field of `esper.rl.config.ThresholdsConfig`

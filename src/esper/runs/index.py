@@ -248,7 +248,7 @@ class EventIndex:
         return [f"{place}/{name}" for place, group in self._groups.items() for name in group.names()]
 
     def series(self, name: str) -> Series:
-        """Return one series without the events that lack it; empty if there is none of this name."""
+        """Return one series. Events that lack the number are left out; an unknown name gives an empty series."""
         for place, group in self._groups.items():
             if name.startswith(f"{place}/") and name[len(place) + 1 :] in group.names():
                 return group.series(name[len(place) + 1 :])
@@ -288,7 +288,7 @@ class EventIndex:
         header: dict[str, Any] = {"format": _FORMAT, "offset": self.offset, "skipped": self.skipped, "last_time": self.last_time}
         header |= {"mark": hashlib.blake2b(self._mark).hexdigest(), "blocks": blocks}
         header |= {"lines": [[kind, len(offsets)] for kind, offsets in self._lines.items()]}
-        # The arrays do not change any more: later events come into new ones.
+        # These arrays never change: later events go into new ones.
         self._writer = threading.Thread(target=_write_index, args=(self._cache, msgspec.json.encode(header), arrays), name="index")
         self._writer.start()
 

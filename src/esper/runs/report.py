@@ -271,18 +271,10 @@ def _controller_sections(run: Run) -> list[str]:
 
 def _arena_sections(run: Run) -> list[str]:
     """Return win rates by opponent, the parts of the reward, and the changes of the league."""
-    fought = run.index.events("round_fought")
-    rates: dict[str, tuple[list[int], list[float]]] = {}
-    totals: dict[str, list[int]] = {}
-    for event in fought:
-        for name, (won, drawn, lost) in event["results"].items():
-            if won + drawn + lost:
-                steps, values = rates.setdefault(name, ([], []))
-                steps.append(event["step"])
-                values.append((won + drawn / 2) / (won + drawn + lost))
-                totals[name] = [old + new for old, new in zip(totals.get(name, [0, 0, 0]), (won, drawn, lost), strict=True)]
-    most = sorted(rates, key=lambda name: -sum(totals[name]))[:5]
-    lines = [Line(name, *rates[name]) for name in most]
+    counts = "round_fought/battles/"
+    battles = {name.removeprefix(counts): run.index.series(name).values.sum() for name in run.index.names() if name.startswith(counts)}
+    most = sorted(battles, key=lambda name: -battles[name])[:5]
+    lines = [_line(run, f"round_fought/win_rate/{name}", name) for name in most]
     checkpoints: Series = run.index.series("checkpoint_evaluated/mean_return")
     evaluation = Line("checkpoints, in evaluation", checkpoints.steps.tolist(), checkpoints.values.tolist(), "f")
     parts = [_drawn("Win rate by opponent; a draw is half a win", [*lines, evaluation], is_percent=True)]

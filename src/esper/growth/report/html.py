@@ -134,7 +134,7 @@ def _marks(story: Story) -> list[Mark]:
 
 
 def _planned(story: Story) -> float:
-    """Return the planned number of epochs, or those so far if there are more."""
+    """Return the larger of the planned and the finished number of epochs, at least 1."""
     planned = story.started.epochs if story.started is not None else None
     return max(planned or 0, story.epochs[-1].epoch if story.epochs else 0, 1)
 
