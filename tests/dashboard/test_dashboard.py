@@ -225,9 +225,9 @@ def test_a_page_is_sent_again_only_if_something_has_changed(runs: Path, tmp_path
     assert changed is not None
     assert changed["problems"][0]["kind"] == "anomaly"
     shutil.rmtree(folder)
-    watcher._searched = -math.inf
-    watcher.refresh()
-    assert watcher.page(name, page["mark"]) is None
+    assert watcher.page(name, page["mark"]) is None, "a run that is gone is missed at once"
+    shutil.copytree(runs / "cue-0", folder)
+    assert watcher.page(name) is not None, "a run that has just begun is found at once"
 
 
 def test_a_rollback_has_a_cost_and_its_seeds_have_its_reason(runs: Path, tmp_path: Path) -> None:

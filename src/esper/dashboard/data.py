@@ -79,8 +79,7 @@ class Watcher:
         """Return the run of this name in addresses, with its newest events; None if there is none (any more)."""
         with self._lock:
             run = self._runs.get(name)
-            is_gone = run is None or not run.folder.is_dir()
-            if is_gone and time.monotonic() - self._searched >= SEARCH_EVERY_S:
+            if run is None or not run.folder.is_dir():  # it may have begun a moment ago, or be gone
                 self._search()
                 run = self._runs.get(name)
             if run is not None:
