@@ -12,10 +12,11 @@ from fastapi import FastAPI, Request, Response
 from nicegui import ui
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from esper.dashboard.data import Watcher, replays_of
+from esper.dashboard.data import Watcher
 from esper.dashboard.origin import OwnOriginOnly
 from esper.dashboard.page import ROUTE, ReplayPlayer, answer_with_list, answer_with_replay
 from esper.files import printable
+from esper.runs.opponents import replays_of
 
 HERE = Path(__file__).parent
 TITLE = "esper"
@@ -79,12 +80,12 @@ def build_app(watcher: Watcher) -> FastAPI:
     @app.get(ROUTE + "/{name}")
     def replays(name: str) -> Response:
         run = watcher.run(name)
-        return _missing(name) if run is None else answer_with_list(replays_of(run), f"{ROUTE}/{name}")
+        return _missing(name) if run is None else answer_with_list(replays_of(run.folder), f"{ROUTE}/{name}")
 
     @app.get(ROUTE + "/{name}/{replay}")
     def replay(name: str, replay: str) -> Response:
         run = watcher.run(name)
-        return answer_with_replay([] if run is None else replays_of(run), replay)
+        return answer_with_replay([] if run is None else replays_of(run.folder), replay)
 
     def root() -> None:
         watched = ui.context.client.request.query_params.get("replays")

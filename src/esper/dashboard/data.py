@@ -5,36 +5,30 @@ A request is held until the log grows. Series are sent once, thinned to `POINTS`
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import itertools
 import math
 import os
 import threading
 import time
 from collections.abc import Iterable
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import msgspec
 import numpy as np
 
-from esper.dashboard.controller_story import ControllerStory, joined_calibration
 from esper.files import printable, user_cache
-from esper.replay_file import SUFFIX, ReplayError, find_replays, read_head
 from esper.runs.analysis import ANALYSIS, blueprint_rows, how_measured, read_analysis, seeds_of
-from esper.runs.anomalies import Anomaly
 from esper.runs.catalog import LABELS, Run, at_steps, differing_settings, find_runs, settings_of
 from esper.runs.compare import NOT_COMPARED, compare_opened, seed_of
+from esper.runs.controller_story import ControllerStory, joined_calibration
 from esper.runs.folder import CONFIG, EVENTS, TWIN, RunError
-from esper.runs.health import lights
-from esper.runs.index import Series, thinned
-from esper.runs.opponents import opponent_rows
+from esper.runs.health import lights, problems
+from esper.runs.index import Series, thinned, without_stamp
+from esper.runs.opponents import opponent_rows, replay_rows, replays_of
 
 POINTS = 2000  # of one series, at most
-REPLAYS = 50  # in a list, at most
 SEARCH_EVERY_S = 2.0  # for new run folders
 GROWS = {"GERMINATED": "grows", "FOSSILIZED": "kept", "PRUNED": "pruned"}  # stages that are marked in charts -> their word
 
@@ -140,7 +134,7 @@ class Watcher:
                 "series": run.index.names(),
                 "generation": run.index.generation,
                 "skipped": run.index.skipped,
-                "problems": problems(run),
+                "problems": problems(run.index),
                 "now": time.time(),
             }
             if run.kind == "growth":
@@ -154,9 +148,9 @@ class Watcher:
             if run.kind in ("growth", "controller"):
                 page |= self._analysis(run)
             if run.kind == "arena":
-                page["replays"] = replay_rows(replays_of(run), f"/replays/{name}")
+                page["replays"] = replay_rows(replays_of(run.folder), f"/replays/{name}")
                 page["opponents"] = [row._asdict() for row in opponent_rows(run.index)]
-                page["league"] = [_without_stamp(event) for event in run.index.events("league_changed")][-50:]
+                page["league"] = [without_stamp(event) for event in run.index.events("league_changed")][-50:]
         cleaned: dict[str, Any] = _clean(page)
         return cleaned
 
@@ -211,7 +205,7 @@ class Watcher:
         if run.kind in ("growth", "controller"):
             parts.append(self._analysis_changed(run))
         if run.kind == "arena":
-            parts.append([path.name for path in replays_of(run)][:50])
+            parts.append([path.name for path in replays_of(run.folder)][:50])
         return hashlib.blake2b(msgspec.json.encode(parts), digest_size=12).hexdigest()
 
     def _seeds_of_setting(self, name: str) -> list[dict[str, Any]]:
@@ -315,68 +309,11 @@ def name_in_address(folder: Path) -> str:
     return hashlib.blake2b(os.fsencode(folder.resolve()), digest_size=6).hexdigest()
 
 
-# Replays
-
-
-def replays_of(run: Run) -> list[Path]:
-    """Return the replays of a run, newest first. Links are left out, since they may lead out of the folder."""
-    return find_replays(run.folder, follow_links=False)
-
-
-def replay_rows(replays: Iterable[Path], base: str) -> list[dict[str, Any]]:
-    """Return the rows of a list of replays: name, address, players, winner, length, time, and why a file cannot be read."""
-    rows = []
-    for path in itertools.islice(replays, REPLAYS):
-        with contextlib.suppress(OSError):  # it was removed meanwhile
-            status = path.stat() if path.exists() else path.lstat()  # of a link to nothing, its own
-            about = _about_replay(path, status.st_mtime_ns, status.st_size)
-            name = printable(path.name)
-            rows.append({"name": name.removesuffix(SUFFIX), "url": f"{base}/{quote(name, safe='')}", "time": status.st_mtime, **about})
-    return rows
-
-
-@lru_cache(maxsize=1024)
-def _about_replay(path: Path, changed_ns: int, size: int) -> dict[str, Any]:
-    """Return the facts of one replay. Read again only if the file has changed."""
-    try:
-        head = read_head(path)
-    except ReplayError as error:
-        return {"players": [], "winner": None, "seconds": None, "problem": printable(str(error))}
-    about: dict[str, Any] = _clean({"players": list(head.teams), "winner": head.winner, "seconds": head.seconds, "problem": None})
-    return about
-
-
 def _config(run: Run) -> dict[str, Any]:
     try:
         return run.config()
     except (OSError, ValueError):
         return {}
-
-
-def problems(run: Run) -> list[dict[str, Any]]:
-    """Return what went wrong in a run, newest first."""
-    found = []
-    for kind in (
-        "warned",
-        "anomaly",
-        "skipped",
-        "rewards_not_finite",
-        "rolled_back",
-        "sink_failed",
-        "checkpoint_refused",
-        "compile_failed",
-    ):
-        for event in run.index.events(kind)[-20:]:
-            problem = {"kind": kind, **_without_stamp(event), "time": event["time"]}
-            if kind == "anomaly":
-                with contextlib.suppress(msgspec.ValidationError):  # written by another version; its fields are shown instead
-                    problem["words"] = msgspec.convert(event, Anomaly, strict=False).in_words()
-            found.append(problem)
-    return sorted(found, key=lambda problem: -problem["time"])[:40]
-
-
-def _without_stamp(event: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in event.items() if name not in ("kind", "run", "rank", "env", "time")}
 
 
 # Growth
@@ -398,7 +335,7 @@ def growth_story(run: Run, twin: Run | None = None) -> dict[str, Any]:
         for event in index.events("stage_entered")
         if event["stage"] in GROWS
     ]
-    rollbacks = [_without_stamp(event) for event in index.events("rolled_back")]
+    rollbacks = [without_stamp(event) for event in index.events("rolled_back")]
     marks += [{"epoch": event["epoch"], "what": "rolled back", "slot": "", "blueprint": ""} for event in rollbacks]
     probes, left_out = index.events("probed"), index.events("passed_over")
     return {
@@ -409,7 +346,7 @@ def growth_story(run: Run, twin: Run | None = None) -> dict[str, Any]:
         "seeds": seeds,
         "marks": marks,
         "rollbacks": rollbacks,
-        "refused": [_without_stamp(event) for event in index.events("action_refused")][-50:],
+        "refused": [without_stamp(event) for event in index.events("action_refused")][-50:],
         "probes": [
             {
                 "epoch": probe["epoch"],
@@ -429,7 +366,7 @@ def growth_story(run: Run, twin: Run | None = None) -> dict[str, Any]:
 
 def _last(run: Run, kind: str) -> dict[str, Any] | None:
     found = run.index.events(kind)
-    return _without_stamp(found[-1]) if found else None
+    return without_stamp(found[-1]) if found else None
 
 
 def _clean(value: Any) -> Any:

@@ -12,10 +12,10 @@ from fastapi import FastAPI, Response
 from nicegui import ui
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from esper.dashboard.data import replay_rows
 from esper.dashboard.origin import OwnOriginOnly
 from esper.files import printable
 from esper.replay_file import ReplayError, drawn_part
+from esper.runs.opponents import replay_rows
 
 HERE = Path(__file__).parent
 TITLE = "esper arena"

@@ -1,10 +1,14 @@
-"""The health of a learner as traffic lights: each diagnostic with its usual range, and one sentence on what to do. Imports no torch."""
+"""The health of a run: the diagnostics of a learner as traffic lights with advice, and all that went wrong. Imports no torch."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+import contextlib
+from typing import Any, Literal, NamedTuple
 
-from esper.runs.index import EventIndex
+import msgspec
+
+from esper.runs.anomalies import Anomaly
+from esper.runs.index import EventIndex, without_stamp
 
 LAST = 10  # updates whose mean is judged
 
@@ -87,3 +91,28 @@ def _light(diagnostic: Diagnostic, value: float) -> Light:
         return Light(diagnostic.name, value, "green", "in its usual range")
     colour: Colour = "yellow" if diagnostic.bearable[0] <= value <= diagnostic.bearable[1] else "red"
     return Light(diagnostic.name, value, colour, diagnostic.advice)
+
+
+# Events that tell of something that went wrong.
+PROBLEMS = ("warned", "anomaly", "skipped", "rewards_not_finite", "rolled_back", "sink_failed", "checkpoint_refused", "compile_failed")
+
+
+def problems(index: EventIndex) -> list[dict[str, Any]]:
+    """Return what went wrong in a run, newest first. An anomaly has `words`; other events have their fields."""
+    found = []
+    for kind in PROBLEMS:
+        for event in index.events(kind)[-20:]:
+            problem = {"kind": kind, **without_stamp(event), "time": event["time"]}
+            if kind == "anomaly":
+                with contextlib.suppress(msgspec.ValidationError):  # written by another version; its fields are shown instead
+                    problem["words"] = msgspec.convert(event, Anomaly, strict=False).in_words()
+            found.append(problem)
+    return sorted(found, key=lambda problem: -problem["time"])[:40]
+
+
+def problem_in_words(problem: dict[str, Any]) -> str:
+    """Return one problem as a line of text."""
+    if "words" in problem:
+        return f"step {problem['step']:,}: {problem['words']}"
+    said = {name: value for name, value in problem.items() if name not in ("kind", "time", "step") and isinstance(value, str | int | float)}
+    return " · ".join(f"{name.replace('_', ' ')} {value}" for name, value in said.items() if value != "")

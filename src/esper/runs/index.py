@@ -494,6 +494,11 @@ def thinned(series: Series, most: int = 2000) -> Series:
     return Series(*(column[chosen] for column in series))
 
 
+def without_stamp(event: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an event without its kind, run, rank, host and time."""
+    return {name: value for name, value in event.items() if name not in _STAMP or name == "step"}
+
+
 def lines_of(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a log as dicts, one after another, without an index. Lines that cannot be read are left out."""
     decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder()

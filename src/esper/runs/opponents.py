@@ -1,13 +1,23 @@
-"""Results of an arena run against its opponents: recent win rates with intervals, and ratings of the league. Imports no torch."""
+"""Results of an arena run: win rates with intervals, ratings of the league, and the replays in its folder. Imports no torch."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import contextlib
+import itertools
+import math
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
+from esper.files import printable
 from esper.intervals import wilson_interval
+from esper.replay_file import SUFFIX, ReplayError, find_replays, read_head
 from esper.runs.index import EventIndex
 
 RECENT = 20  # rounds whose battles are counted; the learner of earlier ones was another player
+REPLAYS = 50  # in a list, at most
 
 
 class OpponentRow(NamedTuple):
@@ -44,3 +54,73 @@ def _row(name: str, results: list[int], rating: list[float] | None, is_anchor: b
     rate, low, high = (None, None, None) if interval is None else (interval.estimate, interval.low, interval.high)
     mean, spread = (None, None) if rating is None else rating
     return OpponentRow(name, won, drawn, lost, rate, low, high, mean, spread, is_anchor)
+
+
+# Win rates over time
+
+
+class WinRates(NamedTuple):
+    """Win rates against one opponent over the training, with Wilson's 95 % intervals over battles. A draw is half a win."""
+
+    name: str
+    steps: list[int]
+    rates: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def win_rates(index: EventIndex, *, most_players: int, most_points: int) -> list[WinRates]:
+    """Return the win rates against the opponents that the learner fought most often.
+
+    Rounds that follow each other are joined, so that a line has at most `most_points` points and its intervals are narrow.
+    """
+    rounds = [event for event in index.events("round_fought") if event["results"]]
+    battles: dict[str, int] = {}
+    for event in rounds:
+        for name, results in event["results"].items():
+            battles[name] = battles.get(name, 0) + sum(results)
+    lines = []
+    for name in sorted(battles, key=lambda name: -battles[name])[:most_players]:
+        own = [event for event in rounds if sum(event["results"].get(name, ()))]
+        line = WinRates(name, [], [], [], [])
+        size = math.ceil(len(own) / most_points) or 1
+        for start in range(0, len(own), size):
+            joined = own[start : start + size]
+            won, drawn, lost = (sum(event["results"][name][column] for event in joined) for column in range(3))
+            interval = wilson_interval(won + drawn / 2, won + drawn + lost)
+            line.steps.append(int(joined[-1].get("step") or 0))
+            line.rates.append(interval.estimate)
+            line.low.append(interval.low)
+            line.high.append(interval.high)
+        lines.append(line)
+    return [line for line in lines if line.steps]
+
+
+# Replays
+
+
+def replays_of(folder: Path) -> list[Path]:
+    """Return the replays in the folder of a run, newest first. Links are left out, since they may lead out of the folder."""
+    return find_replays(folder, follow_links=False)
+
+
+def replay_rows(replays: Iterable[Path], base: str) -> list[dict[str, Any]]:
+    """Return the rows of a list of replays: name, address, players, winner, length, time, and why a file cannot be read."""
+    rows = []
+    for path in itertools.islice(replays, REPLAYS):
+        with contextlib.suppress(OSError):  # it was removed meanwhile
+            status = path.stat() if path.exists() else path.lstat()  # of a link to nothing, its own
+            about = _about_replay(path, status.st_mtime_ns, status.st_size)
+            name = printable(path.name)
+            rows.append({"name": name.removesuffix(SUFFIX), "url": f"{base}/{quote(name, safe='')}", "time": status.st_mtime, **about})
+    return rows
+
+
+@lru_cache(maxsize=1024)
+def _about_replay(path: Path, changed_ns: int, size: int) -> dict[str, Any]:
+    """Return the facts of one replay. Read again only if the file has changed."""
+    try:
+        head = read_head(path)
+    except ReplayError as error:
+        return {"players": [], "winner": None, "seconds": None, "problem": printable(str(error))}
+    return {"players": list(map(printable, head.teams)), "winner": head.winner, "seconds": head.seconds, "problem": None}

@@ -1,4 +1,4 @@
-"""The training of a controller as the dashboard shows it: utility of its hosts by rent and by cell, their lives, and the critic.
+"""The training of a controller as pages show it: utility of its hosts by rent and by cell, their lives, and the critic.
 
 All of it comes from the events `host_ended`, `stage_entered`, `measured`, `rolled_back` and `calibration`. Imports no torch.
 
