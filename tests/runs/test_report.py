@@ -13,8 +13,13 @@ from typing import Any
 import pytest
 
 from esper.cli.main import main
+from esper.intervals import wilson_interval
+from esper.replay_file import write_replay
+from esper.runs.catalog import open_run
 from esper.runs.folder import RunError
+from esper.runs.opponents import win_rates
 from esper.runs.report import write_run_report
+from tests.replays import staged_battle
 
 NASTY = "<script>alert('x')</script>"
 KEYS = {"ppo": 'env = "cue"', "controller": "[domain]", "arena": "[selfplay]", "growth": "[lifecycle]"}
@@ -74,8 +79,8 @@ def test_the_report_of_a_ppo_run_shows_the_numbers_of_its_events(tmp_path: Path)
     assert figures["2.000"] == "return in training, last 100 episodes"
     assert figures["1:15"] == "of training"
     charts = charts_of(page)
-    assert charts[""]["training, last 100 episodes"] == ([100, 200, 300, 400], [0.5, 1.0, 1.5, 2.0])
-    assert charts[""]["evaluation of checkpoints"] == ([200], [1.25])
+    assert charts["Return"]["training, last 100 episodes"] == ([100, 200, 300, 400], [0.5, 1.0, 1.5, 2.0])
+    assert charts["Return"]["checkpoints"] == ([200], [1.25])
     assert charts["Explained variance"]["explained variance"][1] == [0.6] * 4
     assert "<td>value collapse</td>" in page
     assert '<td class="number">2</td><td class="number">100</td><td class="number">300</td>' in page
@@ -90,29 +95,97 @@ def test_the_report_escapes_names_and_loads_nothing(tmp_path: Path) -> None:
     assert NASTY in unescape(page)
 
 
-def test_the_report_of_a_controller_run_shows_utility_by_cell_and_blueprints(tmp_path: Path) -> None:
-    def ended(step: int, task: str, utility: float) -> dict[str, Any]:
-        counts = {"tried": 4, "kept": 1, "pruned": 3, "parameters": 400, "gain": None}
-        return {
-            "kind": "round_ended", "step": step, "task": task, "host": "5-10", "horizon": 3, "hosts": 2, "gain": utility + 0.1, "rent": 0.1,
-            "utility": utility, "worth": 0.0, "grown": 4, "kept": 1, "rollbacks": 0, "samples": 9, "blueprints": {"mlp": counts},
-        }  # fmt: skip
+def host_ended(number: int, env: int, *, rent: str, seed: int, utility: float, task: str = "digits") -> dict[str, Any]:
+    counts = {"gain": utility + 0.1, "rent": 0.1, "utility": utility, "grown": 1, "kept": 1, "rollbacks": 0}
+    return {
+        "kind": "host_ended", "step": 100 * number, "time": 10.0 * number, "env": env, "fleet": 0, "round": number, "task": task,
+        "host": "5-10", "seed": seed, "horizon": 3, "rent_level": rent, "rent_parameters": 0.02, "val_losses": [2.0, 1.0, 0.5],
+        "twin_losses": [2.0, 1.5, 1.0], **counts,
+    }  # fmt: skip
 
-    rounds = [ended(100, "digits", 0.2), ended(200, "text", 0.4), ended(300, "digits", 0.3)]
+
+def round_ended(step: int, task: str, utility: float) -> dict[str, Any]:
+    counts = {"tried": 4, "kept": 1, "pruned": 3, "parameters": 400, "gain": None}
+    return {
+        "kind": "round_ended", "step": step, "task": task, "host": "5-10", "horizon": 3, "hosts": 2, "gain": utility + 0.1, "rent": 0.1,
+        "utility": utility, "worth": 0.0, "grown": 4, "kept": 1, "rollbacks": 0, "samples": 9, "blueprints": {"mlp": counts},
+        "decisions": {"wait": 7, "germinate": 4},
+    }  # fmt: skip
+
+
+def test_the_report_of_a_controller_run_shows_utility_by_rent_and_by_cell_with_intervals_over_twins(tmp_path: Path) -> None:
+    # Hosts 0 and 1 share a twin, so the interval of round 1 is over the means 0.3 and 0.5, not over three hosts.
+    hosts = [
+        host_ended(1, 0, rent="low", seed=7, utility=0.2),
+        host_ended(1, 1, rent="low", seed=7, utility=0.4),
+        host_ended(1, 2, rent="low", seed=8, utility=0.5),
+        host_ended(2, 0, rent="high", seed=9, utility=-0.25, task="text"),
+        *(host_ended(3, env, rent="high", seed=env, utility=0.5 * env, task="text") for env in (0, 1)),
+        *(host_ended(4, env, rent="high", seed=env, utility=0.5 * env, task="text") for env in (0, 1)),
+    ]
+    page = write_run_report(make_run(tmp_path, "controller", [*updates(3), round_ended(100, "digits", 0.3), *hosts])).read_text()
+    charts = charts_of(page)
+    assert charts["Utility per round, by rent"] == {"low": ([1], [0.4]), "high": ([2, 3, 4], [-0.25, 0.25, 0.25])}
+    assert charts["Utility per round, by cell"] == {"digits · 5-10": ([1], [0.4]), "text · 5-10": ([2, 3, 4], [-0.25, 0.25, 0.25])}
+    half = 12.7062 * 0.1  # quantile of Student's distribution with one degree of freedom, times the standard error of two means
+    cells = ("3", f"+0.4000 [{0.4 - half:+.4f}, {0.4 + half:+.4f}]", "+0.4667", "0.1000", "1.00", "1.00")
+    assert "<td>digits · 5-10</td>" + "".join(f'<td class="number">{value}</td>' for value in cells) in page
+    assert page.count("<polygon") == 2, "in both charts, rounds 3 and 4 have a band"
+    assert page.count('stroke-width="6"') == 2, "round 1 has an interval, but no neighbour that has one"
+
+
+def test_the_report_of_a_controller_run_shows_fleets_decisions_and_blueprints(tmp_path: Path) -> None:
+    rounds = [round_ended(100, "digits", 0.2), round_ended(200, "text", 0.4), round_ended(200, "digits", 0.3)]
     page = write_run_report(make_run(tmp_path, "controller", [*updates(3), *rounds])).read_text()
-    chart = charts_of(page)["Utility of a round: gain over the twin minus rent"]
-    assert chart["all rounds"] == ([100, 200, 300], [0.2, 0.4, 0.3])
-    assert chart["digits, 5-10"] == ([100, 300], [0.2, 0.3])
+    charts = charts_of(page)
+    assert charts["Utility of a fleet"]["utility"] == ([1, 2, 3], [0.2, 0.4, 0.3]), "two fleets ended at one step"
+    assert charts["Decisions by kind"] == {"wait": ([1, 2, 3], [7, 7, 7]), "germinate": ([1, 2, 3], [4, 4, 4])}
+    assert charts["Entropy by head, share of its maximum"]["action"][1] == [0.5] * 3
+    assert charts["KL divergence"]["action"][1] == [0.01] * 3
     assert "<strong>+0.3000</strong><span>utility, mean of the last 3 rounds</span>" in page
     cells = (12, 3, 9, 0, 0, "–", 0, 100, "–", "–")  # tried, kept, pruned, rolled back, refused, gain, cells, parameters, FLOPs, per 1,000
     assert "<td>mlp</td>" + "".join(f'<td class="number">{value}</td>' for value in cells) in page
 
 
-def test_the_report_of_an_arena_run_shows_win_rates_by_opponent(tmp_path: Path) -> None:
+def test_a_host_of_a_controllers_training_opens_to_the_stages_of_its_seeds(tmp_path: Path) -> None:
+    entered = [
+        {"kind": "stage_entered", "time": 5.0, "env": 0, "epoch": epoch, "slot": "conv1", "blueprint": NASTY, "stage": stage, "reason": why}
+        for epoch, stage, why in ((1, "GERMINATED", "the policy chose it"), (3, "FOSSILIZED", f"it pays {NASTY}"))
+    ]
+    events = [round_ended(100, "digits", 0.3), *entered, host_ended(1, 0, rent="low", seed=7, utility=0.2)]
+    page = write_run_report(make_run(tmp_path, "controller", [*updates(1), *events])).read_text()
+    details = re.search(r"<details><summary><svg.*?</details>", page, flags=re.DOTALL)
+    assert details is not None
+    text = unescape(re.sub(r"<[^>]*>", " ", details[0]))
+    assert f"segment 3 seed 1: {NASTY} after conv1 fossilized it pays {NASTY}" in re.sub(r" +", " ", text)
+    assert "+0.2000 = gain over the twin +0.3000 − rent 0.1000" in text
+    assert details[0].count("<polyline") == 2, "the host and its twin"
+    assert page.count("<script") == 1
+
+
+def test_the_report_shows_the_calibration_of_the_critic_and_the_use_of_the_machine(tmp_path: Path) -> None:
+    bins = {"predicted": [0.0, 1.0], "achieved": [0.1, 0.8], "low": [0.0, 0.6], "high": [0.2, 1.0], "steps": [50, 50]}
+    used = {"cpu_cores": 1.5, "memory_bytes": 300 * 2**20}
+    busy = [{**event, "collect_seconds": 2.0, "env_seconds": 0.5, "resources": used} for event in updates(2)]
+    failed = {"kind": "sink_failed", "sink": NASTY, "reason": "the disk is full"}
+    page = write_run_report(make_run(tmp_path, "ppo", [*busy, {"kind": "calibration", "step": 100, **bins}, failed])).read_text()
+    charts = charts_of(page)
+    assert charts["Achieved return"] == {"achieved": ([0, 1], [0.1, 0.8]), "as predicted": ([0, 1], [0, 1])}
+    assert '<td class="number">+0.8000 [+0.6000, +1.0000]</td><td class="number">50</td>' in page
+    assert charts["Samples per second"]["samples per second"][1] == [100, 100]
+    assert charts["Seconds of an update"] == {"collecting": ([100, 200], [2, 2]), "environments": ([100, 200], [0.5, 0.5])}
+    figures = {name: value for value, name in re.findall(r"<strong>(.*?)</strong><span>(.*?)</span>", page)}
+    assert (figures["memory"], figures["cores in use"], figures["collecting"]) == ("300 MiB", "1.5", "2 s")
+    assert f"sink {NASTY} · reason the disk is full" in unescape(page)
+
+
+def test_the_report_of_an_arena_run_shows_win_rates_with_intervals_ratings_and_battles(tmp_path: Path) -> None:
     fought = [
-        {"kind": "round_fought", "step": 100, "update": 1, "results": {"strong": [1, 2, 1], "self": [0, 0, 0]}, "opponents": [], "team": 2,
-         "overflow": 0, "reward": {"kill": 0.5}},
-        {"kind": "round_fought", "step": 200, "update": 2, "results": {"strong": [3, 0, 1]}, "opponents": [], "team": 2, "overflow": 0,
+        {"kind": "round_fought", "step": 100, "update": 1, "results": {"strong": [5, 10, 5], "self": [0, 0, 0]}, "opponents": [],
+         "team": 2, "overflow": 0, "reward": {"kill": 0.5}},
+        {"kind": "round_fought", "step": 200, "update": 2, "results": {"strong": [15, 0, 5]}, "opponents": [], "team": 2, "overflow": 0,
+         "reward": {"kill": 0.7}},
+        {"kind": "round_fought", "step": 300, "update": 3, "results": {"weak": [1, 0, 1]}, "opponents": [], "team": 2, "overflow": 0,
          "reward": {"kill": 0.7}},
     ]  # fmt: skip
     changed = {
@@ -124,14 +197,34 @@ def test_the_report_of_an_arena_run_shows_win_rates_by_opponent(tmp_path: Path) 
         "reason": NASTY,
         "retired": [],
         "against": {},
+        "ratings": {"strong": [28.0, 1.5], "p1": [24.0, 3.0]},
+        "anchors": ["strong"],
     }
-    page = write_run_report(make_run(tmp_path, "arena", [*updates(2), *fought, changed])).read_text()
+    folder = make_run(tmp_path, "arena", [*updates(2), *fought, changed])
+    write_replay(folder / "replays" / "evaluation-step-200.safetensors", *staged_battle(team_size=2, size=16, frames=12))
+    page = write_run_report(folder).read_text()
     charts = charts_of(page)
-    assert charts["Win rate by opponent; a draw is half a win"]["strong"] == ([100, 200], [0.5, 0.75])
-    assert charts["Parts of the reward"]["kill"] == ([100, 200], [0.5, 0.7])
-    cells = (4, 2, 2, "62.5% [30.6%, 86.3%]", "–")
-    assert "<td>strong</td><td></td>" + "".join(f'<td class="number">{value}</td>' for value in cells) in page
-    assert "<td>promoted</td>" in page
+    rates = charts["Win rate by opponent, with 95 % intervals"]
+    assert rates["strong"] == ([100, 200], [0.5, 0.75])
+    assert rates["weak"] == ([300], [0.5])
+    assert page.count("<polygon") >= 1, "the interval is a band"
+    assert charts["Parts of the reward"]["kill"] == ([100, 200, 300], [0.5, 0.7, 0.7])
+    assert charts["Ratings of the league"] == {"strong": ([200], [28]), "p1": ([200], [24])}
+    cells = (20, 10, 10, "62.5% [47.0%, 75.8%]", "28.0 ± 1.5")
+    assert "<td>strong</td><td>anchor</td>" + "".join(f'<td class="number">{value}</td>' for value in cells) in page
+    assert "<td>entered</td>" in page
+    assert "<td>evaluation-step-200</td>" in page
+    assert "wins</td>" in page
+
+
+def test_rounds_with_few_battles_are_joined_in_the_curve_of_win_rates(tmp_path: Path) -> None:
+    few = {"opponents": [], "team": 2, "overflow": 0, "reward": {}, "results": {"strong": [1, 0, 3]}}
+    events = [{"kind": "round_fought", "step": 100 * number, "update": number, **few} for number in range(1, 13)]
+    found = win_rates(open_run(make_run(tmp_path, "arena", events), cache=tmp_path / "cache").index, most_players=5, most_points=40)
+    assert [(line.name, line.steps, line.rates) for line in found] == [("strong", [500, 1200], [0.25, 0.25])], (
+        "20 battles, then the other 28"
+    )
+    assert found[0].low[0] == pytest.approx(wilson_interval(5, 20).low)
 
 
 def test_a_diagnostic_out_of_its_range_says_what_to_do(tmp_path: Path) -> None:

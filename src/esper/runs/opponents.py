@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from esper.replay_file import SUFFIX, ReplayError, find_replays, read_head
 from esper.runs.index import EventIndex
 
 RECENT = 20  # rounds whose battles are counted; the learner of earlier ones was another player
+LEAST_BATTLES = 20  # of a point in a curve of win rates; with fewer its interval would tell nothing
 REPLAYS = 50  # in a list, at most
 
 
@@ -72,28 +73,32 @@ class WinRates(NamedTuple):
 def win_rates(index: EventIndex, *, most_players: int, most_points: int) -> list[WinRates]:
     """Return the win rates against the opponents that the learner fought most often.
 
-    Rounds that follow each other are joined, so that a line has at most `most_points` points and its intervals are narrow.
+    Rounds that follow each other are joined until a point has `LEAST_BATTLES` battles and a line has at most `most_points` points.
     """
-    rounds = [event for event in index.events("round_fought") if event["results"]]
-    battles: dict[str, int] = {}
-    for event in rounds:
+    fought: dict[str, list[tuple[int, list[int]]]] = {}  # opponent -> step and results of every round
+    for event in index.events("round_fought"):
         for name, results in event["results"].items():
-            battles[name] = battles.get(name, 0) + sum(results)
+            if sum(results):
+                fought.setdefault(name, []).append((int(event.get("step") or 0), results))
+    battles = {name: sum(sum(results) for _, results in rounds) for name, rounds in fought.items()}
     lines = []
     for name in sorted(battles, key=lambda name: -battles[name])[:most_players]:
-        own = [event for event in rounds if sum(event["results"].get(name, ()))]
-        line = WinRates(name, [], [], [], [])
-        size = math.ceil(len(own) / most_points) or 1
-        for start in range(0, len(own), size):
-            joined = own[start : start + size]
-            won, drawn, lost = (sum(event["results"][name][column] for event in joined) for column in range(3))
-            interval = wilson_interval(won + drawn / 2, won + drawn + lost)
-            line.steps.append(int(joined[-1].get("step") or 0))
+        line, joined = WinRates(name, [], [], [], []), [0, 0, 0]
+        enough, left = max(LEAST_BATTLES, battles[name] / most_points), battles[name]
+        for step, results in fought[name]:
+            joined = [old + new for old, new in zip(joined, results, strict=True)]
+            left -= sum(results)
+            # The last point takes all battles that would be too few for one of their own.
+            if left and (sum(joined) < enough or left < LEAST_BATTLES):
+                continue
+            interval = wilson_interval(joined[0] + joined[1] / 2, sum(joined))
+            line.steps.append(step)
             line.rates.append(interval.estimate)
             line.low.append(interval.low)
             line.high.append(interval.high)
+            joined = [0, 0, 0]
         lines.append(line)
-    return [line for line in lines if line.steps]
+    return lines
 
 
 # Replays
@@ -124,3 +129,19 @@ def _about_replay(path: Path, changed_ns: int, size: int) -> dict[str, Any]:
     except ReplayError as error:
         return {"players": [], "winner": None, "seconds": None, "problem": printable(str(error))}
     return {"players": list(map(printable, head.teams)), "winner": head.winner, "seconds": head.seconds, "problem": None}
+
+
+def result_of(row: Mapping[str, Any]) -> str:
+    """Return who won the battle of a row of `replay_rows`, in words; nothing for a file that cannot be read."""
+    if row["problem"]:
+        return ""
+    return "a draw" if row["winner"] is None else f"{row['players'][row['winner']]} wins"
+
+
+def clock(seconds: float | None) -> str:
+    """Return the length of a battle.
+
+    >>> clock(75.4), clock(None)
+    ('1:15', '–')
+    """
+    return "–" if seconds is None or not math.isfinite(seconds) else f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

@@ -52,6 +52,10 @@ figcaption { font-size: 0.9rem; font-weight: 600; }
 .grid { display: grid; gap: 0 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
 .hover { background: var(--panel); border: 1px solid var(--grid); border-radius: 6px; font-size: 0.8rem; padding: 0.3rem 0.6rem;
   pointer-events: none; position: absolute; top: 0; white-space: pre; }
+.hosts { display: grid; gap: 0.6rem; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
+.hosts details { background: var(--panel); border-radius: 8px; padding: 0.4rem 0.6rem; } .hosts details[open] { grid-column: 1 / -1; }
+.hosts svg { max-width: 14rem; } summary { cursor: pointer; } .hosts summary { list-style: none; } small { color: var(--soft); }
+b.good { color: var(--fossilized); } b.trouble { color: var(--trouble); }
 pre { background: var(--panel); border-radius: 8px; font-size: 0.85rem; overflow-x: auto; padding: 0.8rem; }
 @media (max-width: 560px) { svg text { font-size: 21px; } svg.small text { font-size: 13px; }
   body { margin-top: 1rem; } td, th { padding-right: 0.6rem; } }
@@ -315,9 +319,22 @@ def _curve(line: Line, colour: str, across: Scale, up: Scale) -> str:
 
 
 def _band(line: Line, colour: str, across: Scale, up: Scale) -> str:
-    ends = [(x, low, high) for x, low, high in zip(line.x, line.low, line.high, strict=True) if math.isfinite(high - low)]
-    outline = [*((across(x), up(high)) for x, _, high in ends), *((across(x), up(low)) for x, low, _ in reversed(ends))]
-    return f'<polygon points="{" ".join(f"{x},{y}" for x, y in outline)}" fill="var(--{colour})" opacity="0.15"/>'
+    """Return the intervals of a curve: a band, or an upright line for a point that has no neighbours with an interval."""
+    pieces: list[list[tuple[float, float, float]]] = [[]]
+    for x, low, high in zip(line.x, line.low, line.high, strict=True):
+        if math.isfinite(high - low):
+            pieces[-1].append((across(x), up(low), up(high)))
+        elif pieces[-1]:
+            pieces.append([])
+    parts = []
+    for piece in filter(None, pieces):
+        if len(piece) == 1:
+            x, low, high = piece[0]
+            parts.append(f'<line x1="{x}" x2="{x}" y1="{low}" y2="{high}" stroke="var(--{colour})" stroke-width="6" opacity="0.3"/>')
+            continue
+        outline = [*((x, high) for x, _, high in piece), *((x, low) for x, low, _ in reversed(piece))]
+        parts.append(f'<polygon points="{" ".join(f"{x},{y}" for x, y in outline)}" fill="var(--{colour})" opacity="0.15"/>')
+    return "".join(parts)
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:

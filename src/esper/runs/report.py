@@ -8,24 +8,37 @@ settings. Growth runs have a report of their own, `esper.growth.report`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from esper.files import MAX_CONFIG_BYTES, printable, read_file, write_file
+from esper.files import printable, write_file
 from esper.runs.analysis import sections_about_seeds
 from esper.runs.catalog import Run, Summary, open_run
-from esper.runs.folder import CONFIG, RunError
+from esper.runs.controller_story import ControllerStory, joined_calibration
+from esper.runs.folder import Kind, RunError
 from esper.runs.health import lights
-from esper.runs.index import Series, thinned
-from esper.runs.opponents import RECENT, opponent_rows
-from esper.runs.page import WIDTH, Line, chart, note, render, section, table, tiles
+from esper.runs.opponents import LEAST_BATTLES, RECENT, clock, opponent_rows, replay_rows, replays_of, result_of, win_rates
+from esper.runs.page import Line, Scale, chart, note, render, section, table, tiles
+from esper.runs.sections import (
+    CHARTS,
+    curve,
+    drawn_charts,
+    in_grid,
+    problem_section,
+    remarks_on,
+    settings_section,
+    system_section,
+)
 from esper.text_table import duration, figure
 
 REPORT = "report.html"
-POINTS = 500  # of a curve at most
-_MAY_BE_LOG = ("KL divergence per update", "Gradient norm", "Losses")
+LAST_ROUNDS = 10  # values whose mean is the figure of now
+MOST_OPPONENTS = 20  # in the table of opponents
+# Number of charts at the beginning of CHARTS that are about the task; the others are about the learner.
+OWN_CHARTS: dict[Kind, int] = {"ppo": 2, "arena": 5, "controller": 6}
 _TITLES = {"ppo": "policy", "controller": "controller", "arena": "player"}
 _STATES = {
     "running": "is training",
@@ -53,26 +66,24 @@ def report_of(run: Run) -> str:
     """Return the page as HTML."""
     summary = run.summary()
     parts = [f'<p class="summary">{escape(_headline(run, summary))}</p>', tiles(_tiles(run, summary)), note(_circumstances(run))]
+    parts += remarks_on(run)
+    own, learner = CHARTS[run.kind][: OWN_CHARTS[run.kind]], CHARTS[run.kind][OWN_CHARTS[run.kind] :]
     if run.kind == "controller":
         parts += _controller_sections(run)
-    if run.kind == "arena":
+    elif run.kind == "arena":
         parts += _arena_sections(run)
-    if charts := list(filter(None, _return_charts(run))):
+    elif charts := drawn_charts(run, own, is_small=False):
         parts.append(section("Return", *charts))
-    parts.append(section("Learner", '<div class="grid">', *_learner_charts(run), "</div>"))
     parts.append(section("Health", _health_table(run), note("Means of the last ten updates.")))
+    parts.append(section("Learner", in_grid(drawn_charts(run, learner))))
+    parts.append(_calibration_section(run))
     if rows := _evaluation_rows(run):
         heading = ("", "step", "episodes", "win rate" if run.kind == "arena" else "mean return", "mean length", "cut")
         parts.append(section("Evaluation", table(heading, rows, numbers=range(1, 6))))
     if rows := _anomaly_rows(run):
         names = ("anomaly", "of", "times", "first at step", "last at step", "last value", "what to do")
         parts.append(section("Anomalies", table(names, rows, numbers=range(2, 6))))
-    try:
-        config = read_file(run.folder / CONFIG, max_bytes=MAX_CONFIG_BYTES)
-    except OSError:
-        config = b""
-    if config:
-        parts.append(section("Settings", f"<pre>{escape(config.decode(errors='replace'))}</pre>"))
+    parts += [system_section(run), problem_section(run), settings_section(run)]
     return render(printable(run.name), parts)
 
 
@@ -118,9 +129,6 @@ def _tiles(run: Run, summary: Summary) -> list[tuple[str, str]]:
     return found
 
 
-LAST_ROUNDS = 10  # values whose mean is the figure of now
-
-
 def _circumstances(run: Run) -> str:
     started, header = run.index.events("run_started")[-1], run.index.events("header")[:1]
     parts = [
@@ -134,53 +142,7 @@ def _circumstances(run: Run) -> str:
     return " · ".join(filter(None, parts))
 
 
-# Curves
-
-
-def _line(run: Run, name: str, label: str, colour: str = "", *, is_dashed: bool = False) -> Line:
-    series = thinned(run.index.series(name), POINTS)
-    steps = series.steps.tolist()
-    if steps and max(steps) < 0:  # an old file, whose lines have no step: number the events
-        steps = list(range(1, len(steps) + 1))
-    return Line(label, steps, series.values.tolist(), colour, is_dashed)
-
-
-def _drawn(title: str, lines: Sequence[Line], *, is_percent: bool = False, is_small: bool = False, may_be_log: bool = False) -> str:
-    """Return a chart, or nothing if no line has a point."""
-    lines = [line for line in lines if len(line.x)]
-    if not lines:
-        return ""
-    width, height = (440, 220) if is_small else (WIDTH, 250)
-    return chart(lines, x="steps", y=title, is_percent=is_percent, may_be_log=may_be_log, width=width, height=height)
-
-
-def _all_of(run: Run, prefix: str) -> list[Line]:
-    """Return the lines of all keys of a dictionary in events, such as the heads of an entropy."""
-    return [_line(run, name, name.removeprefix(prefix)) for name in run.index.names() if name.startswith(prefix)]
-
-
-def _return_charts(run: Run) -> list[str]:
-    evaluated = _line(run, "checkpoint_evaluated/mean_return", "evaluation of checkpoints", "b")
-    lines = [_line(run, "update/mean_return", "training, last 100 episodes", "a")]
-    if run.kind != "arena":
-        return [_drawn("", [*lines, evaluated])]
-    return [_drawn("", lines)]
-
-
-def _learner_charts(run: Run) -> list[str]:
-    heads = _all_of(run, "update/kl/")
-    shown = {
-        "Entropy as a share of its maximum": _all_of(run, "update/entropy/"),
-        "KL divergence per update": [_line(run, "update/total_kl", "total"), *(heads if len(heads) > 1 else [])],
-        "Explained variance": [_line(run, "update/explained_variance", "explained variance")],
-        "Losses": [_line(run, "update/policy_loss", "policy"), _line(run, "update/value_loss", "value")],
-        "Gradient norm": [_line(run, "update/grad_norm", "gradient norm")],
-        "Clipped share": [_line(run, "update/clip_fraction", "clipped share")],
-        "Learning rate": [_line(run, "update/learning_rate", "learning rate")],
-        "Steps per second": [_line(run, "update/steps_per_second", "steps per second")],
-        "Length of episodes": [_line(run, "update/mean_length", "length")],
-    }
-    return [_drawn(title, lines, is_small=True, may_be_log=title in _MAY_BE_LOG) for title, lines in shown.items()]
+# Health and evaluation
 
 
 def _health_table(run: Run) -> str:
@@ -228,56 +190,152 @@ def _anomaly_rows(run: Run) -> list[tuple[str, ...]]:
     ]
 
 
+def _calibration_section(run: Run) -> str:
+    """Return the section about the critic: the returns that followed its predictions; nothing if the run has no such events."""
+    found = joined_calibration(run)
+    if found is None:
+        return ""
+    points = found["points"]
+    predicted = [point["predicted"] for point in points]
+    columns = {name: [point[name] for point in points] for name in ("achieved", "low", "high")}
+    ends = [min(predicted), max(predicted)]
+    lines = [
+        Line("achieved", predicted, columns["achieved"], "a", low=columns["low"], high=columns["high"]),
+        Line("as predicted", ends, ends, "f", is_dashed=True),
+    ]
+    rows = [
+        (figure(point["predicted"]), _interval(point["achieved"], point["low"], point["high"]), f"{point['steps']:,}") for point in points
+    ]
+    about = (
+        f"Returns that followed the critic's predictions in the last {found['updates']} updates, in bins of about equal size, with 95 % "
+        "intervals. A critic that is right lies on the dashed line."
+    )
+    drawing = chart(lines, x="predicted return", y="Achieved return", may_be_log=False, height=250)
+    return section("Calibration of the critic", drawing, table(("predicted", "achieved", "steps"), rows, numbers=range(3)), note(about))
+
+
 # Controller
 
 
 def _controller_sections(run: Run) -> list[str]:
-    """Return utility by cell of the domain, its parts, and what became of the blueprints."""
-    rounds = run.index.events("round_ended")
-    if not rounds:
+    """Return utility by rent and by cell with intervals, the cells, the hosts of the newest round with their lives, and the blueprints."""
+    if not run.index.kinds.get("round_ended"):
         return [note("No round has ended yet.")]
-    lines = [_line(run, "round_ended/utility", "all rounds", "a")]
-    cells = dict.fromkeys((event["task"], event["host"]) for event in rounds)
-    if 1 < len(cells) <= 5:
-        for task, host in cells:
-            own = [event for event in rounds if (event["task"], event["host"]) == (task, host)]
-            lines.append(Line(f"{task}, {host}", [event["step"] for event in own], [event["utility"] for event in own]))
-    parts = [
-        _drawn("Utility of a round: gain over the twin minus rent", lines),
-        '<div class="grid">',
-        _drawn("Gain and rent", [_line(run, "round_ended/gain", "gain"), _line(run, "round_ended/rent", "rent")], is_small=True),
-        _drawn("Seeds of all hosts", [_line(run, "round_ended/grown", "grown"), _line(run, "round_ended/kept", "kept")], is_small=True),
-        _drawn("Rollbacks", [_line(run, "round_ended/rollbacks", "rollbacks")], is_small=True),
-        _drawn("Parts of the reward", _all_of(run, "round_ended/reward/"), is_small=True),
-        "</div>",
+    story = ControllerStory()
+    story.refresh(run.index)
+    found = story.page(run)
+    utility = [
+        chart(
+            [Line(str(line["label"]), line["steps"], line["values"], low=_ends(line["low"]), high=_ends(line["high"])) for line in lines],
+            x="round",
+            y=f"Utility per round, by {by}",
+            may_be_log=False,
+            height=250,
+        )
+        for by, lines in found["utility"].items()
+        if lines
     ]
-    sections = [section("Rounds", *parts)]
-    rows: list[tuple[str, ...]] = [
-        (task, host, str(len(own)), figure(sum(event["utility"] for event in own) / len(own), sign="+"),
-         figure(sum(event["gain"] for event in own) / len(own), sign="+"), figure(sum(event["rent"] for event in own) / len(own)))
-        for task, host in cells
-        if (own := [event for event in rounds if (event["task"], event["host"]) == (task, host)][-LAST_ROUNDS:])
+    rows = [
+        (row["cell"], f"{row['hosts']:,}", _interval(row["utility"], row["low"], row["high"]), figure(row["gain"], sign="+"),
+         figure(row["rent"]), f"{row['grown']:.2f}", f"{row['kept']:.2f}")
+        for row in found["cells"]
     ]  # fmt: skip
-    heading = ("task", "host", "rounds", "mean utility", "mean gain", "mean rent")
-    sections.append(
-        section("Cells of the domain", table(heading, rows, numbers=range(2, 6)), note(f"Means of the last {LAST_ROUNDS} rounds."))
+    heading = ("task and host", "hosts", "utility", "gain", "rent", "grown", "kept")
+    sections = [section("Utility", *utility, note(ABOUT_UTILITY))] if utility else []
+    sections.append(section("Rounds", in_grid(drawn_charts(run, CHARTS["controller"][: OWN_CHARTS["controller"]]))))
+    if rows:
+        about = note("Means over all hosts of the run so far, in nats; grown and kept are seeds per host.")
+        sections.append(section("Cells", table(heading, rows, numbers=range(1, 7)), about))
+    if found["rounds"]:
+        number = found["rounds"][-1]
+        lives = [_life(life) for life in story.lives(run, number)]
+        sections.append(section(f"Hosts of round {number}, the newest", note(ABOUT_HOSTS), '<div class="hosts">', *lives, "</div>"))
+    return sections + sections_about_seeds(run)
+
+
+def _ends(values: Sequence[float | None]) -> list[float]:
+    """Return the ends of intervals for a band; NaN where there is none."""
+    return [math.nan if value is None else value for value in values]
+
+
+def _interval(value: float, low: float | None, high: float | None) -> str:
+    ends = "" if low is None or high is None else f" [{figure(low, sign='+')}, {figure(high, sign='+')}]"
+    return figure(value, sign="+") + ends
+
+
+def _life(life: Mapping[str, Any]) -> str:
+    """Return one host: its losses beside those of its twin, small, and everything that its seeds went through when it is opened."""
+    utility = "good" if life["utility"] > 0 else "trouble" if life["utility"] < 0 else ""
+    head = f"{life['rent_level']} rent · {life['kept']}/{life['grown']} kept"
+    lines = [
+        (f"segment {entry['epoch']}", f"seed {seed['number']}: {seed['blueprint']} after {seed['slot']}", entry["stage"].lower(),
+         str(entry["reason"]))
+        for seed in life["seeds"]
+        for entry in seed["stages"]
+    ]  # fmt: skip
+    words = (
+        f"Host {life['env']}: {life['task']}, {life['host']}, rent of parameters {figure(life['rent_parameters'])}. Utility "
+        f"{figure(life['utility'], sign='+')} = gain over the twin {figure(life['gain'], sign='+')} − rent {figure(life['rent'])}; "
+        f"{life['rollbacks']} rollbacks."
     )
-    sections += sections_about_seeds(run)
-    return sections
+    inside = table(("when", "seed", "stage", "why"), lines) if lines else "<p>The controller grew nothing in this host.</p>"
+    return (
+        f'<details><summary>{_life_drawing(life)}<small>{escape(head)}</small> <b class="{utility}">{figure(life["utility"], 3, sign="+")}'
+        f'</b></summary><p>{escape(words)}</p><div class="wide">{inside}</div></details>'
+    )
+
+
+def _life_drawing(life: Mapping[str, Any]) -> str:
+    """Draw the validation losses of a host and of its twin, with a dot where a seed germinated, was kept or was pruned."""
+    losses = {name: [(at, float(value)) for at, value in enumerate(life[name], start=1) if _is_finite(value)] for name in _LOSSES}
+    values = [value for points in losses.values() for _, value in points]
+    if not values:
+        return ""
+    width, height = 150, 56
+    across = Scale(0, max(len(life[name]) for name in _LOSSES), 4, width - 4)
+    up = Scale(min(values), max(values), height - 6, 10)
+    parts = [
+        f'<polyline points="{" ".join(f"{across(at)},{up(value)}" for at, value in losses[name])}" fill="none" stroke="var(--{colour})" '
+        f'stroke-width="1.5"{dash}/>'
+        for name, (colour, dash) in _LOSSES.items()
+    ]
+    parts += [
+        f'<circle cx="{across(entry["epoch"])}" cy="4" r="3" fill="var(--{entry["stage"].lower()})"/>'
+        for seed in life["seeds"]
+        for entry in seed["stages"]
+        if entry["stage"] in ("GERMINATED", "FOSSILIZED", "PRUNED")
+    ]
+    label = f"validation loss of host {life['env']} and of its twin"
+    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+_LOSSES = {"twin_losses": ("twin", ' stroke-dasharray="4 3"'), "val_losses": ("validation", "")}
+ABOUT_UTILITY = (
+    "Gain over the twin minus rent, in nats: mean over hosts, with the 95 % interval over groups of hosts that share a twin. The cells are "
+    "those with the most hosts."
+)
+ABOUT_HOSTS = (
+    "Validation loss of each host (solid) beside its twin, which never grows (dashed). Dots: a seed germinated (violet), was kept "
+    "(green) or pruned (brown). Open a host to see its life."
+)
 
 
 # Arena
 
 
 def _arena_sections(run: Run) -> list[str]:
-    """Return win rates by opponent, the parts of the reward, and the changes of the league."""
-    counts = "round_fought/battles/"
-    battles = {name.removeprefix(counts): run.index.series(name).values.sum() for name in run.index.names() if name.startswith(counts)}
-    most = sorted(battles, key=lambda name: -battles[name])[:5]
-    lines = [_line(run, f"round_fought/win_rate/{name}", name) for name in most]
-    checkpoints: Series = run.index.series("checkpoint_evaluated/mean_return")
-    evaluation = Line("checkpoints, in evaluation", checkpoints.steps.tolist(), checkpoints.values.tolist(), "f")
-    parts = [_drawn("Win rate by opponent; a draw is half a win", [*lines, evaluation], is_percent=True)]
+    """Return win rates and ratings with intervals, the parts of the reward, the changes of the league, and the recorded battles."""
+    lines = [
+        Line(found.name, found.steps, found.rates, low=found.low, high=found.high)
+        for found in win_rates(run.index, most_players=5, most_points=40)
+    ]
+    evaluation = curve(run.index.series("checkpoint_evaluated/mean_return"), "checkpoints, in evaluation", "f")
+    lines += [evaluation] if len(evaluation.x) else []
+    parts = [chart(lines, x="steps", y="Win rate by opponent, with 95 % intervals", is_percent=True)] if lines else []
     rows = [
         (
             row.name,
@@ -289,15 +347,26 @@ def _arena_sections(run: Run) -> list[str]:
         for row in opponent_rows(run.index)
     ]
     if rows:
-        parts.append(table(("opponent", "", "won", "drawn", "lost", "win rate", "rating"), rows[:20], numbers=range(2, 7)))
-        parts.append(note(f"Battles of the learner in the last {RECENT} rounds, with 95 % intervals over battles."))
-    sections = [section("Win rates", *parts)]
-    if reward := _drawn("Parts of the reward", _all_of(run, "round_fought/reward/")):
-        sections.append(section("Reward", reward))
+        parts.append(table(("opponent", "", "won", "drawn", "lost", "win rate", "rating"), rows[:MOST_OPPONENTS], numbers=range(2, 7)))
+        left = f" {len(rows) - MOST_OPPONENTS} more are not shown." if len(rows) > MOST_OPPONENTS else ""
+        parts.append(
+            note(
+                f"Table: battles of the learner in the last {RECENT} rounds. A draw is half a win. Intervals are over battles; in the "
+                f"chart, rounds are joined until a point has at least {LEAST_BATTLES} of them. Ratings are given with their spread.{left}"
+            )
+        )
+    sections = [section("Win rates", *parts)] if parts else [note("No battle has ended yet.")]
+    # The win rates and the checkpoints are in the chart above.
+    sections.append(section("League and reward", in_grid(drawn_charts(run, CHARTS["arena"][2 : OWN_CHARTS["arena"]]))))
     changes = run.index.events("league_changed")[-20:]
     if changes:
         rows = [
-            (f"{event['step']:,}", event["name"], "promoted" if event["is_promoted"] else "removed", event["reason"]) for event in changes
+            (f"{event['step']:,}", event["name"], "entered" if event["is_promoted"] else "did not enter", event["reason"])
+            for event in reversed(changes)
         ]
-        sections.append(section("League", table(("step", "player", "", "why"), rows, numbers=(0,))))
+        sections.append(section("Changes of the league", table(("step", "player", "", "why"), rows, numbers=(0,))))
+    if battles := replay_rows(replays_of(run.folder), ""):
+        rows = [(row["name"], row["problem"] or " against ".join(row["players"]), result_of(row), clock(row["seconds"])) for row in battles]
+        how = note(f"Play them with: esper arena watch {printable(str(run.folder))}")
+        sections.append(section("Recorded battles", table(("battle", "players", "result", "length"), rows, numbers=(3,)), how))
     return sections
