@@ -37,7 +37,7 @@ p.summary { font-size: 1.05rem; margin-top: 0; } p.note, caption { color: var(--
 .tile strong { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums; line-height: 1.4; white-space: nowrap; }
 .tile span { color: var(--soft); font-size: 0.85rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-td, th { border-bottom: 1px solid var(--grid); padding: 0.3rem 0.9rem 0.3rem 0; text-align: left; vertical-align: top; }
+td, th { border-bottom: 1px solid var(--grid); padding: 0.3rem 0.75rem 0.3rem 0; text-align: left; vertical-align: top; }
 th { color: var(--soft); font-weight: 600; white-space: nowrap; } .number { text-align: right; white-space: nowrap; }
 td.kept, td.good { color: var(--fossilized); } td.trouble { color: var(--trouble); } td.fair { color: var(--pruned); }
 svg { display: block; height: auto; max-width: 54rem; width: 100%; }
@@ -58,7 +58,7 @@ figcaption { font-size: 0.9rem; font-weight: 600; }
 b.good { color: var(--fossilized); } b.trouble { color: var(--trouble); }
 pre { background: var(--panel); border-radius: 8px; font-size: 0.85rem; overflow-x: auto; padding: 0.8rem; }
 @media (max-width: 560px) { svg text { font-size: 21px; } svg.small text { font-size: 13px; }
-  body { margin-top: 1rem; } td, th { padding-right: 0.6rem; } }
+  body { margin-top: 1rem; } td, th { padding-right: 0.6rem; } td:last-child:not(.number) { min-width: 14rem; } }
 @media print { .hover { display: none; } section { break-inside: avoid; } }
 """
 
@@ -75,7 +75,7 @@ for (const figure of document.querySelectorAll("figure[data-chart]")) {
   const show = index => {
     place = Math.max(0, Math.min(xs.length - 1, index));
     const x = xs[place], lines = [data.xName + " " + x.toLocaleString("en")];
-    for (const line of data.lines) { const i = line.x.indexOf(x); if (i >= 0) lines.push(line.name + "  " + number(line.y[i])); }
+    for (const line of data.lines) { const i = line.x.lastIndexOf(x); if (i >= 0) lines.push(line.name + "  " + number(line.y[i])); }
     for (const mark of data.marks) if (mark.x === x) lines.push(mark.name);
     box.textContent = lines.join("\\n"); box.hidden = false;
     rule.setAttribute("x1", at(x)); rule.setAttribute("x2", at(x)); rule.style.display = "inline";
@@ -169,6 +169,7 @@ class Line:
     colour: str = ""  # name of a CSS variable; "": the next of COLOURS
     is_dashed: bool = False
     is_step: bool = False
+    is_dots: bool = False  # points without a curve, where several may have the same x
     low: Sequence[float] = ()
     high: Sequence[float] = ()
 
@@ -309,8 +310,8 @@ def _curve(line: Line, colour: str, across: Scale, up: Scale) -> str:
     style += ' stroke-dasharray="6 4"' if line.is_dashed else ""
     parts = []
     for piece in _pieces(line, line.y, across, up):
-        if len(piece) == 1:
-            parts.append(f'<circle cx="{piece[0][0]}" cy="{piece[0][1]}" r="3" fill="var(--{colour})"/>')
+        if len(piece) == 1 or line.is_dots:
+            parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="var(--{colour})"/>' for x, y in piece]
             continue
         if line.is_step:
             piece = [piece[0], *(point for (_, y), after in pairwise(piece) for point in ((after[0], y), after))]

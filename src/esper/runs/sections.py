@@ -112,17 +112,22 @@ SYSTEM: dict[Kind, tuple[Curves, ...]] = {
 
 
 def series_of(names: Sequence[str], curves: Curves) -> dict[str, str]:
-    """Return the series of a chart that are among `names`, by label.
+    """Return the series of a chart that are among `names`, by label. A single head is left out beside the total, which it equals.
 
-    >>> series_of(["update/kl/op", "update/total_kl"], Curves("KL", {"total": "update/total_kl", "": "update/kl/"}))
-    {'total': 'update/total_kl', 'op': 'update/kl/op'}
+    >>> divergence = Curves("KL", {"total": "update/total_kl", "": "update/kl/"})
+    >>> series_of(["update/kl/op", "update/kl/slot", "update/total_kl"], divergence)
+    {'total': 'update/total_kl', 'op': 'update/kl/op', 'slot': 'update/kl/slot'}
+    >>> series_of(["update/kl/op", "update/total_kl"], divergence)
+    {'total': 'update/total_kl'}
     """
     found: dict[str, str] = {}
     for label, wanted in curves.series.items():
-        for name in names:
-            if name == wanted or (wanted.endswith("/") and name.startswith(wanted)):
-                own = name.removeprefix(wanted) if wanted.endswith("/") else label
-                found[own if own not in found else name] = name
+        if not wanted.endswith("/"):
+            found |= {label: wanted} if wanted in names else {}
+            continue
+        inside = [name for name in names if name.startswith(wanted)]
+        if len(inside) > 1 or not found:
+            found |= {name.removeprefix(wanted) if name.removeprefix(wanted) not in found else name: name for name in inside}
     return found
 
 

@@ -28,6 +28,7 @@ from esper.growth.events import (
     GrowthFinished,
     GrowthStarted,
     Measured,
+    PassedOver,
     Probed,
     RolledBack,
     SlotView,
@@ -38,7 +39,17 @@ from esper.growth.lifecycle.ledger import ANALYTICS_HEADING, LEDGER_HEADING, ana
 from esper.growth.lifecycle.stages import OCCUPIED, Decision, Fossilize, Germinate, GrowthState, Prune, Stage
 from esper.growth.report.html import render, write_report
 from esper.growth.report.story import Story, read_story
-from esper.growth.report.summary import about_chance, about_rent, about_skipped, comparison, headline, probe_rows, result_in_words
+from esper.growth.report.summary import (
+    about_chance,
+    about_rent,
+    about_rollbacks,
+    about_skipped,
+    comparison,
+    headline,
+    probe_rows,
+    result_in_words,
+    rollback_rows,
+)
 from esper.runs import Event, EventLog
 from esper.runs.folder import RunError
 
@@ -243,17 +254,51 @@ def test_the_report_shows_the_best_candidate_of_every_slot_in_the_last_probe() -
     promises = {"norm": 0.001, "conv3x3": 0.02, "film": 0.003, "attention": 0.0001}
     story = summarise([first, Probed(epoch=2, promises={"a": promises})])
     assert probe_rows(story) == [
-        ("2", "a", "conv3x3", "0.02000"),
-        ("2", "a", "film", "0.00300"),
-        ("2", "a", "norm", "0.00100"),
-        ("1", "b", "norm", "0.25000"),
+        ("2", "a", "conv3x3", "0.02000", ""),
+        ("2", "a", "film", "0.00300", ""),
+        ("2", "a", "norm", "0.00100", ""),
+        ("1", "b", "norm", "0.25000", ""),
     ]
-    assert "Results of the probe" in render(summarise([*eventful_run(), first]), None, title="run", config="", rent=RentConfig())
+    assert "Results of the probe" in render(summarise([*eventful_run(), first]), None, title="run", rent=RentConfig())
+
+
+def test_the_report_says_why_a_candidate_was_passed_over_and_which_one_grew() -> None:
+    probed = Probed(epoch=1, promises={"a": {"norm": 0.04, "conv3x3": 0.03, "film": 0.02, "attention": 0.01}})
+    passed = PassedOver(epoch=1, reasons={"a": {"norm": f"too dear {NASTY}", "attention": "norm promises more"}})
+    events = [eventful_run()[0], probed, passed, entered(1, "a", "GERMINATED"), epoch(1, view("a", "HOLDING", "conv3x3"))]
+    story = summarise(events)
+    assert [row[2:] for row in probe_rows(story)] == [
+        ("norm", "0.04000", f"passed over: too dear {NASTY}"),
+        ("conv3x3", "0.03000", "grows"),
+        ("film", "0.02000", ""),
+    ]
+    assert [row[2] for row in probe_rows(story, is_complete=True)] == ["norm", "conv3x3", "film", "attention"]
+    page = render(story, None, title="run", rent=RentConfig())
+    assert page.count("<script") == 1
+    text = Tags(page).text
+    assert "passed over: norm promises more" in text
+    assert f"passed over: too dear {NASTY}" in text
+
+
+def test_the_report_says_what_a_rollback_cost() -> None:
+    lost = [
+        RolledBack(epoch=6, to_epoch=5, reason="the training loss is nan", embargoed=["b"], steps_lost=37, seconds_lost=2.5),
+        RolledBack(epoch=6, to_epoch=4, reason="a spike", embargoed=[], steps_lost=3, seconds_lost=None, brought_back=["a"]),
+    ]
+    story = summarise([*eventful_run()[:20], *lost])
+    assert rollback_rows(story) == [
+        ("6", "epoch 5", "37", "2.5 s", "the training loss is nan", "b", ""),
+        ("6", "epoch 4", "3", "–", "a spike", "", "a"),
+    ]
+    assert about_rollbacks(story) == "2 rollbacks, which cost 40 steps and 2.5 s."
+    assert "<p>2 rollbacks, which cost 40 steps and 2.5 s.</p>" in render(story, None, title="run", rent=RentConfig())
+    unknown = summarise([*eventful_run()[:20], RolledBack(epoch=6, to_epoch=5, reason="a spike", embargoed=[])])
+    assert about_rollbacks(unknown) == "1 rollback."
 
 
 def test_the_report_separates_the_cost_of_removal_from_the_gain_of_growing() -> None:
     story = summarise(eventful_run())
-    page = render(story, None, title="run", config="", rent=RentConfig())
+    page = render(story, None, title="run", rent=RentConfig())
     table = next(part for part in re.findall(r"<table>.*?</table>", page, flags=re.DOTALL) if "why it ended so" in part)
     assert '<th class="number">cost of removal</th>' in table
     assert "more than the gain from growing it" in page
@@ -293,7 +338,7 @@ def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     assert {target[1:] for target in tags.targets} <= set(tags.ids)
     assert not re.search(r"https?://|@import", page)
     assert set(re.findall(r"url\((.)", page)) <= {"#"}
-    assert page.count("<svg") == 4, "loss, network, lives and parameters"
+    assert page.count("<svg") == 8, "loss, network, lives, two of gain, parameters, FLOPs and learning rate"
 
 
 def test_names_given_by_users_are_escaped_in_the_page(tmp_path: Path) -> None:
@@ -316,7 +361,7 @@ def test_drawings_take_their_colours_from_a_light_and_a_dark_theme(tmp_path: Pat
 
 
 def test_equal_runs_give_equal_pages() -> None:
-    pages = {render(summarise(eventful_run()), summarise(eventful_run()), title="run", config="", rent=RentConfig()) for _ in range(2)}
+    pages = {render(summarise(eventful_run()), summarise(eventful_run()), title="run", rent=RentConfig()) for _ in range(2)}
     assert len(pages) == 1
 
 
@@ -346,7 +391,7 @@ def with_metrics(events: list[Event], shift: float) -> list[Event]:
 
 def test_the_charts_hold_the_numbers_of_run_and_twin() -> None:
     story, twin = summarise(with_metrics(eventful_run(), 0.2)), summarise(with_metrics(eventful_run(), 0.1))
-    loss, accuracy, _ = charts_of(render(story, twin, title="run", config="", rent=RentConfig()))
+    loss, accuracy, *_ = charts_of(render(story, twin, title="run", rent=RentConfig()))
     assert [line["name"] for line in loss["lines"]] == ["training", "validation", "validation of the twin, which never grew"]
     assert loss["lines"][1]["y"] == pytest.approx([epoch.val_loss for epoch in story.epochs])
     assert {mark["name"].partition(":")[0] for mark in loss["marks"]} == {"germinated", "kept", "pruned", "rolled back to epoch 5"}
@@ -355,21 +400,61 @@ def test_the_charts_hold_the_numbers_of_run_and_twin() -> None:
     assert accuracy["percent"] is True
 
 
+def test_gain_is_drawn_against_parameters_and_against_flops() -> None:
+    events = eventful_run()
+    grown = [replace(event, parameters=1_000 + event.epoch, flops=8_000 + event.epoch) if isinstance(event, EpochEnded) else event
+             for event in events]  # fmt: skip
+    better = [replace(event, val_loss=event.val_loss + 0.25) if isinstance(event, EpochEnded) else event for event in events]
+    for twin, gains in ((summarise(better), [0.25] * 6), (None, [0.0, 1.0, 4 / 3, 1.5, 1.6, 5 / 3])):
+        charts = charts_of(render(summarise(grown), twin, title="run", rent=RentConfig()))
+        found = {chart["xName"]: chart["lines"][0] for chart in charts if chart["lines"][0]["name"] == "gain"}
+        assert found["parameters"]["x"] == [1_001, 1_002, 1_003, 1_004, 1_005, 1_006]
+        assert found["FLOPs"]["x"] == [8_001, 8_002, 8_003, 8_004, 8_005, 8_006]
+        assert found["parameters"]["y"] == found["FLOPs"]["y"] == pytest.approx(gains, abs=1e-5)
+
+
+def test_the_report_shows_every_stage_and_the_use_of_the_machine(tmp_path: Path) -> None:
+    used = {"cpu_cores": 1.5, "memory_bytes": 300.0 * 2**20}
+    events = [
+        replace(event, samples_per_second=250.0, step_seconds=0.004, data_wait_seconds=0.5, resources=used)
+        if isinstance(event, EpochEnded)
+        else event
+        for event in eventful_run()
+    ]
+    page = write_report(write_run(tmp_path, events)).read_text()
+    figures = {name: value for value, name in re.findall(r"<strong>(.*?)</strong><span>(.*?)</span>", page)}
+    assert (figures["samples per second"], figures["per step"], figures["wait for data"]) == ("250", "4 ms", "0.5 s")
+    assert (figures["cores in use"], figures["memory"]) == ("1.5", "300 MiB")
+    assert page.count("<figcaption>Seconds per step</figcaption>") == 1
+    opened = re.search(r"<details><summary>every stage.*?</details>", page, flags=re.DOTALL)
+    assert opened is not None
+    text = Tags(opened[0]).text
+    assert "2: conv3x3 after b" in text
+    assert "it does not pay; alpha falls to 0" in text
+    assert "costs +0.0050 [-0.0050, +0.0150] if removed; rent 0.0100" in text
+
+
+def test_a_log_without_details_of_slots_does_not_claim_that_they_are_empty() -> None:
+    page = render(summarise([eventful_run()[0], epoch(1)]), None, title="run", rent=RentConfig())
+    assert "empty slot" not in page
+    assert "The log has no details of slots. Train with --telemetry normal to see them." in page
+
+
 def test_the_first_figure_is_the_difference_to_the_twin() -> None:
     events = eventful_run()
     twin = summarise(
         [*events[:-2], replace(events[-2], val_loss=0.5), TwinCompared(samples=400, accuracy_difference=0.02, low=0.01, high=0.03)]
     )
-    page = render(summarise(events), twin, title="run", config="", rent=RentConfig())
+    page = render(summarise(events), twin, title="run", rent=RentConfig())
     figures = re.findall(r"<strong>(.*?)</strong><span>(.*?)</span>", page)
     assert figures[:2] == [("-0.1000", "validation loss against the twin"), ("+2.00 ±1.00", "points of test accuracy against the twin")]
-    alone = render(summarise(events), None, title="run", config="", rent=RentConfig())
+    alone = render(summarise(events), None, title="run", rent=RentConfig())
     assert re.findall(r"<strong>(.*?)</strong>", alone)[0] == "0.4000"
     assert "it is unknown how much of the result is due to growth" in alone
 
 
 def test_the_network_is_drawn_with_its_seeds_and_their_cost_of_removal() -> None:
-    page = render(summarise(eventful_run()), None, title="run", config="", rent=RentConfig())
+    page = render(summarise(eventful_run()), None, title="run", rent=RentConfig())
     drawing = re.search(r'<svg[^>]*aria-label="the network and its slots".*?</svg>', page, flags=re.DOTALL)
     assert drawing is not None
     text = Tags(drawing[0]).text
@@ -383,7 +468,7 @@ def test_a_network_of_many_slots_counts_the_empty_ones() -> None:
     names = [f"s{index}" for index in range(40)]
     started = GrowthStarted(epoch=0, epochs=2, controller="never", raise_mode="joint", slots=names, parameters=10, flops=10)
     views = [view(name, "HOLDING", "mlp") if name == "s20" else view(name, "DORMANT") for name in names]
-    page = render(summarise([started, epoch(1, *views)]), None, title="run", config="", rent=RentConfig())
+    page = render(summarise([started, epoch(1, *views)]), None, title="run", rent=RentConfig())
     assert "20 empty slots" in page
     assert "19 empty slots" in page
 

@@ -19,14 +19,23 @@ from esper.growth.lifecycle.stages import OCCUPIED, Stage
 from esper.growth.report import summary
 from esper.growth.report.story import Remark, Story, read_story
 from esper.runs import page
-from esper.runs.analysis import sections_about_seeds
+from esper.runs.analysis import sections_about_seeds, seeds_of
 from esper.runs.catalog import Run
 from esper.runs.folder import CONFIG, EVENTS, TWIN, RunError
 from esper.runs.page import LEFT, RIGHT, WIDTH, Line, Mark, Scale, chart, note, section, table, ticks, tiles
+from esper.runs.sections import (
+    CHARTS,
+    SMALL,
+    drawn_charts,
+    in_grid,
+    problem_section,
+    remarks_on,
+    settings_section,
+    system_section,
+)
 from esper.text_table import figure
 
 REPORT = "report.html"
-CONFIGS = ("grow.toml", CONFIG)  # the first existing one is shown as the configuration
 _MAX_EMPTY = 8  # slots that are all shown; of more, empty ones in a row are only counted
 _NAME_WIDTH = 36  # characters of a slot's name in a drawing
 
@@ -38,19 +47,20 @@ def write_report(run_folder: Path | str) -> Path:
     if story.began is None:
         raise RunError(f"there is nothing to report about {folder}: the training has not begun; try again later")
     twin = read_story(folder / TWIN) if (folder / TWIN / EVENTS).is_file() else None
-    config = next((text for name in CONFIGS if (text := _text(folder / name))), "")
     run = Run(folder, "growth")
     run.refresh()
-    content = render(story, twin, title=printable(folder.name), config=config, rent=_rent(folder), analysis=sections_about_seeds(run))
     path = folder / REPORT
-    write_file(path, content.encode())
+    write_file(path, render(story, twin, title=printable(folder.name), rent=_rent(folder), run=run).encode())
     return path
 
 
-def render(story: Story, twin: Story | None, *, title: str, config: str, rent: RentConfig, analysis: Sequence[str] = ()) -> str:
-    """Return the page as HTML. `rent` is the rent of the run, for the notes about it; `analysis` are sections about its seeds."""
+def render(story: Story, twin: Story | None, *, title: str, rent: RentConfig, run: Run | None = None) -> str:
+    """Return the page as HTML. `rent` is the rent of the run, for the notes about it.
+
+    Sections about blueprints, Shapley values, the machine and the settings come from `run`, and are left out without it.
+    """
     parts = [f'<p class="summary">{escape(summary.headline(story, twin))}</p>', tiles(summary.tiles(story, twin)), _circumstances(story)]
-    parts += map(note, summary.about_twin(story, twin))
+    parts += [*(remarks_on(run) if run is not None else []), *map(note, summary.about_twin(story, twin))]
     heading, rows = summary.comparison(story, twin)
     if rows:
         name = "Before, after, cost" if twin is None else "Against the twin, before, after, cost"
@@ -61,20 +71,24 @@ def render(story: Story, twin: Story | None, *, title: str, config: str, rent: R
         metrics = dict.fromkeys(name for epoch in story.epochs for name in epoch.metrics)
         parts += [section(f"Validation {name}", metric_chart(name, story, twin)) for name in metrics]
         parts.append(section("The network now", network_drawing(story)))
-        parts.append(note(ABOUT_NETWORK))
         if story.seeds:
-            parts.append(section("Lives of the seeds", lives_drawing(story)))
+            parts.append(section("Lives of the seeds", lives_drawing(story), *([_every_stage(run)] if run is not None else [])))
+            parts.append(section("Gain against size", in_grid(gain_charts(story, twin)), note(_about_gain(twin))))
         parts.append(section("Parameters", parameters_chart(story)))
+        if run is not None:
+            parts.append(section("FLOPs and learning rate", in_grid(drawn_charts(run, CHARTS["growth"][3:]))))
     if story.seeds:
         parts.append(section("Ledger", table(LEDGER_HEADING, ledger_rows(story.seeds), numbers=(0, 3, 5, 6, 7))))
         parts += map(note, [summary.ABOUT_REMOVAL, *summary.about_skipped(story)])
-        parts += analysis
+        parts += sections_about_seeds(run) if run is not None else []
+    if story.rollbacks:
+        lost = table(summary.ROLLBACK_HEADING, summary.rollback_rows(story), numbers=(0, 2, 3))
+        parts.append(section("Governor", f"<p>{escape(summary.about_rollbacks(story))}</p>", lost))
     if story.probes:
-        parts.append(section("Results of the probe", table(summary.PROBE_HEADING, summary.probe_rows(story), numbers=(0, 3))))
-        parts.append(note("Estimated initial fall of the loss per step with a candidate in the slot; the best few of every slot."))
+        parts.append(_probe_section(story))
     parts.append(section("Decisions", _remarks(story.remarks)))
-    if config:
-        parts.append(section("Configuration", f"<pre>{escape(config)}</pre>"))
+    if run is not None:
+        parts += [system_section(run), problem_section(run), settings_section(run)]
     return page.render(title, parts)
 
 
@@ -117,6 +131,34 @@ def parameters_chart(story: Story) -> str:
         Line("host", epochs, [host] * len(epochs), "twin", is_dashed=True),
     ]
     return chart(lines, x="epochs", x_max=_planned(story), from_zero=True, height=200)
+
+
+def gain_charts(story: Story, twin: Story | None) -> list[str]:
+    """Draw by how much the network is better, epoch by epoch, against its parameters and against its FLOPs."""
+    of_twin = {epoch.epoch: epoch.val_loss for epoch in twin.epochs} if twin is not None else {}
+    first = story.epochs[0].val_loss
+    rows = [
+        (epoch.parameters, epoch.flops, (first if twin is None else of_twin[epoch.epoch]) - epoch.val_loss)
+        for epoch in story.epochs
+        if twin is None or epoch.epoch in of_twin
+    ]
+    if not rows:
+        return [note("The twin has not begun yet.")]
+    parameters, flops, gains = zip(*rows, strict=True)
+    width, height = SMALL
+    return [
+        chart([Line("gain", sizes, gains, is_dots=True)], x=name, y=f"Gain against {name}", may_be_log=False, width=width, height=height)
+        for name, sizes in (("parameters", parameters), ("FLOPs", flops))
+    ]
+
+
+def _about_gain(twin: Story | None) -> str:
+    if twin is not None:
+        return "Validation loss of the twin minus that of the network; a dot for each epoch."
+    return (
+        "Fall of the validation loss since the first epoch; a dot for each epoch. With --twin it is compared with a network that never "
+        "grows."
+    )
 
 
 def _marks(story: Story) -> list[Mark]:
@@ -173,14 +215,16 @@ def lives_drawing(story: Story) -> str:
 
 ABOUT_NETWORK = (
     "From the input at the top to the output at the bottom, one line per slot. The bar is the cost of removing the seed now, with its "
-    "interval; the tick is its rent."
+    "interval; the tick is its rent. Age is in epochs."
 )
 
 
 def network_drawing(story: Story) -> str:
-    """Draw the slots in order with stage, blueprint, alpha, and the cost of removing the seed with its interval."""
+    """Draw the slots in order with stage, blueprint, alpha, age, and the cost of removing the seed with its interval."""
     views = {view.slot: view for view in story.epochs[-1].slots}
     names = list(story.started.slots) if story.started is not None else list(views)
+    if names and not views:
+        return note("The log has no details of slots. Train with --telemetry normal to see them.")
     items: list[SlotView | int] = []  # a number stands for that many empty slots
     for name in [*names, *(name for name in views if name not in names)]:
         view = views.get(name)
@@ -201,7 +245,7 @@ def network_drawing(story: Story) -> str:
     ]
     for index, item in enumerate(items):
         parts += _slot_drawing(item, story, 32 + index * row, spine, gains)
-    return f"<figure>{_svg(height, parts, 'the network and its slots')}</figure>"
+    return f"<figure>{_svg(height, parts, 'the network and its slots')}</figure>{note(ABOUT_NETWORK)}"
 
 
 def _is_empty(view: SlotView, story: Story) -> bool:
@@ -225,7 +269,7 @@ def _slot_drawing(item: SlotView | int, story: Story, y: float, spine: float, ga
         dot = f'<circle cx="{spine}" cy="{middle}" r="9" fill="var(--{stage.lower()})" opacity="{0.35 + 0.65 * item.alpha:.2f}"/>'
         texts = (
             _shortened(item.slot),
-            f"{item.blueprint}, {stage.lower()}, alpha {item.alpha:.2f}, {summary.counted(item.parameters, 'parameter')}",
+            f"{item.blueprint}, {stage.lower()}, alpha {item.alpha:.2f}, age {item.age}, {summary.counted(item.parameters, 'parameter')}",
         )
     parts = [
         dot,
@@ -286,15 +330,34 @@ def _circumstances(story: Story) -> str:
     return f'<p class="note">{escape(" · ".join(filter(None, parts)))}</p>'
 
 
+def _every_stage(run: Run) -> str:
+    """Return a list that opens: every stage of every seed with its reason, and every measured contribution."""
+    kinds = ("stage_entered", "measured", "epoch_ended", "rolled_back")
+    rows: list[tuple[str, ...]] = []
+    for seed in seeds_of(event for kind in kinds for event in run.index.events(kind)):
+        name = f"{seed['number']}: {seed['blueprint']} after {seed['slot']}"
+        own = [(entry["epoch"], entry["stage"].lower(), str(entry["reason"])) for entry in seed["stages"]]
+        for row in seed["contributions"]:
+            cost = gain_in_words(*(float(row[field]) for field in ("gain", "gain_low", "gain_high")))
+            own.append((row["epoch"], "measured", f"costs {cost} if removed; rent {figure(float(row['rent']))}"))
+        rows += [(name, str(epoch), what, why) for epoch, what, why in sorted(own, key=lambda entry: entry[0])]
+    inside = table(("seed", "epoch", "stage", "why"), rows, numbers=(1,))
+    return f'<details><summary>every stage and every measurement</summary><div class="wide">{inside}</div></details>'
+
+
+def _probe_section(story: Story) -> str:
+    """Return the best candidates of every slot, and a list of all candidates that opens."""
+    about = "Estimated initial fall of the loss per step with a candidate in the slot; the best few of every slot."
+    best, every = (table(summary.PROBE_HEADING, summary.probe_rows(story, is_complete=each), numbers=(0, 3)) for each in (False, True))
+    opens = f'<details><summary>all candidates, the newest probe first</summary><div class="wide">{every}</div></details>'
+    return section("Results of the probe", best, note(about), opens)
+
+
 def _remarks(remarks: Sequence[Remark]) -> str:
     if not remarks:
         return "<p>Nothing was decided.</p>"
     rows = [(str(item.first) if item.first == item.last else f"{item.first}–{item.last}", item.text) for item in remarks]
     return table(("epoch", "what and why"), rows, numbers=(0,), classes=["trouble" if item.is_trouble else "" for item in remarks])
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
 def _rent(folder: Path) -> RentConfig:

@@ -12,6 +12,7 @@ from esper.growth.events import (
     GrowthFinished,
     GrowthStarted,
     Measured,
+    PassedOver,
     Probed,
     RolledBack,
     SlotView,
@@ -67,6 +68,7 @@ class Story:
     rollbacks: list[RolledBack] = field(default_factory=list)
     refused: list[ActionRefused] = field(default_factory=list)
     probes: list[Probed] = field(default_factory=list)
+    passed_over: list[PassedOver] = field(default_factory=list)
     remarks: list[Remark] = field(default_factory=list)  # equal ones in a row are one
     finished: GrowthFinished | None = None
     tested: FinalTest | None = None
@@ -104,6 +106,8 @@ class Story:
                 self._remark(event.epoch, f"refused to {event.action} {event.slot}: {event.reason}")
             case Probed():
                 self.probes.append(event)
+            case PassedOver():
+                self.passed_over.append(event)
             case Anomaly():
                 self._remark(event.step, event.in_words(), is_trouble=not event.has_ended)
             case GrowthFinished():

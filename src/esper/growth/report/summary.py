@@ -28,13 +28,15 @@ from esper.growth.report.story import SeedStory, Story
 from esper.runs import Event
 from esper.text_table import duration, figure
 
-PROBE_HEADING = ("epoch", "slot", "blueprint", "fall of the loss per step")
+PROBE_HEADING = ("epoch", "slot", "blueprint", "fall of the loss per step", "verdict")
+ROLLBACK_HEADING = ("epoch", "back to", "steps lost", "time lost", "reason", "under embargo", "brought back")
 ABOUT_REMOVAL = (
     "The cost of removal is the rise of the validation loss if the seed were switched off now. The host has learned to rely on the seed, "
     "so this is more than the gain from growing it. That gain is the difference to a twin that never grew."
 )
 TEST_ACCURACY = "test accuracy"
 _BEST_PER_SLOT = 3
+_LAST_PROBES = 20  # whose candidates are all listed
 _MOMENTUM = 0.7  # of the moving averages of the speed
 
 
@@ -249,14 +251,30 @@ def _share(added: int, whole: int) -> str:
 # Results of the probe
 
 
-def probe_rows(story: Story) -> list[Row]:
-    """Return one row for each of the best candidates of every slot, from the last probe of that slot."""
+def probe_rows(story: Story, *, is_complete: bool = False) -> list[Row]:
+    """Return one row per candidate with its estimate and what became of it.
+
+    The candidates are the best few of every slot, from the last probe of that slot. With `is_complete`, they are all of the last
+    probes, the newest probe first.
+    """
     last = {slot: probe for probe in story.probes for slot in probe.promises}
+    chosen = [(probe, slot, _best(probe.promises[slot])[:_BEST_PER_SLOT]) for slot, probe in last.items()]
+    if is_complete:
+        probes = story.probes[: -_LAST_PROBES - 1 : -1]
+        chosen = [(probe, slot, _best(promises)) for probe in probes for slot, promises in probe.promises.items()]
     return [
-        (str(probe.epoch), slot, blueprint, figure(promise, 5))
-        for slot, probe in last.items()
-        for blueprint, promise in _best(probe.promises[slot])[:_BEST_PER_SLOT]
+        (str(probe.epoch), slot, blueprint, figure(promise, 5), _verdict(story, probe.epoch, slot, blueprint))
+        for probe, slot, candidates in chosen
+        for blueprint, promise in candidates
     ]
+
+
+def _verdict(story: Story, epoch: int, slot: str, blueprint: str) -> str:
+    """Return what became of a candidate of a probe: it grew, or the rule that rejected it; nothing if neither is known."""
+    if any((seed.slot, seed.blueprint, seed.born) == (slot, blueprint, epoch) for seed in story.seeds):
+        return "grows"
+    reasons = (event.reasons.get(slot, {}).get(blueprint) for event in story.passed_over if event.epoch == epoch)
+    return next((f"passed over: {reason}" for reason in reasons if reason), "")
 
 
 def probe_in_words(probe: Probed) -> str:
@@ -269,6 +287,33 @@ def probe_in_words(probe: Probed) -> str:
 
 def _best(promises: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(promises.items(), key=lambda item: -item[1])
+
+
+# The governor
+
+
+def rollback_rows(story: Story) -> list[Row]:
+    """Return one row per rollback, with its cost."""
+    return [
+        (
+            str(back.epoch),
+            f"epoch {back.to_epoch}",
+            NONE if back.steps_lost is None else f"{back.steps_lost:,}",
+            NONE if back.seconds_lost is None else f"{back.seconds_lost:,.1f} s",
+            back.reason,
+            ", ".join(back.embargoed),
+            ", ".join(back.brought_back),
+        )
+        for back in story.rollbacks
+    ]
+
+
+def about_rollbacks(story: Story) -> str:
+    """Return how often the governor went back, and the cost of that."""
+    steps = [back.steps_lost for back in story.rollbacks if back.steps_lost is not None]
+    seconds = [back.seconds_lost for back in story.rollbacks if back.seconds_lost is not None]
+    lost = [counted(sum(steps), "step"), *([f"{sum(seconds):,.1f} s"] if seconds else [])] if steps else []
+    return f"{counted(len(story.rollbacks), 'rollback')}{', which cost ' + ' and '.join(lost) if lost else ''}."
 
 
 def about_skipped(story: Story) -> list[str]:
