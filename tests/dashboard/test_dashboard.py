@@ -305,9 +305,9 @@ def test_the_terminal_shows_what_the_page_shows(
     assert main(["watch", str(runs / name), "--terminal"]) == 0
     shown = capsys.readouterr().out
     words = {
-        "grown": ["mlp", "norm", "training loss", "samples per second", "cpu_cores"],
-        "controller": ["rent", "chose to wait", "digits · 2-3-4", "the critic predicts", "conv3x3", "explained variance"],
-        "cue-0": ["explained variance", "entropy of action", "KL divergence", "memory_bytes"],
+        "grown": ["mlp", "norm", "loss: training", "samples per second", "cores in use"],
+        "controller": ["rent", "decisions by kind: wait", "digits · 2-3-4", "the critic predicts", "conv3x3", "explained variance"],
+        "cue-0": ["explained variance", "entropy by head: action", "KL divergence", "MiB"],
         "killed": ["dead", "--resume"],
         "arena": ["strong", "80", "62.5%", "28.0 ± 1.5"],
         "rolled-back": ["went back to epoch 1 and lost 37 steps", "norm promises more in this slot", "rolled back"],

@@ -140,7 +140,7 @@ def test_the_report_of_a_controller_run_shows_fleets_decisions_and_blueprints(tm
     charts = charts_of(page)
     assert charts["Utility of a fleet"]["utility"] == ([1, 2, 3], [0.2, 0.4, 0.3]), "two fleets ended at one step"
     assert charts["Decisions by kind"] == {"wait": ([1, 2, 3], [7, 7, 7]), "germinate": ([1, 2, 3], [4, 4, 4])}
-    assert charts["Entropy by head, share of its maximum"]["action"][1] == [0.5] * 3
+    assert charts["Entropy by head"]["action"][1] == [0.5] * 3
     assert charts["KL divergence"] == {"total": ([100, 200, 300], [0.01] * 3)}, "the only head equals the total"
     assert "<strong>+0.3000</strong><span>utility, mean of the last 3 rounds</span>" in page
     cells = (12, 3, 9, 0, 0, "–", 0, 100, "–", "–")  # tried, kept, pruned, rolled back, refused, gain, cells, parameters, FLOPs, per 1,000

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from esper.cli.command import FAILED, CommandError, CommandResult
 from esper.cli.parse import parse
@@ -23,9 +21,6 @@ if TYPE_CHECKING:
     from esper.runs.catalog import Run
 
 _Flag = tyro.conf.FlagCreatePairsOff[bool]
-WIDE = 110  # columns of a terminal that shows all columns
-STRONGEST = 10  # pairs that are shown if the matrix of all does not fit
-HIDDEN = ("rolled back", "cells", "FLOPs", "alone", "outcome", "if removed now")  # columns that a narrow terminal does not show
 
 DESCRIPTION = """Shows what became of every blueprint in growth runs and controller runs: tried, kept, pruned and why, refused by gates,
 cost of removal with an interval over cells, parameters and FLOPs. A cell is a run, or a task and host of a controller's training.
@@ -36,7 +31,7 @@ analysis.json, and the report and the dashboard show it. With k seeds there are 
 
 
 class AnalyseArguments(Config):
-    runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN")]
+    runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN ...", help_behavior_hint="(required)")]
     """growth or controller runs, or folders with runs"""
     batches: PositiveInt | None = None
     """measure the seeds on this many validation batches only"""
@@ -157,45 +152,21 @@ def _progress() -> Iterator[Callable[[int, int | None], None]]:
 
 
 def _print_blueprints(rows: Sequence[BlueprintRow], runs: int) -> None:
-    from esper.runs.analysis import BLUEPRINT_HEADING, blueprint_cells, reason_cells
+    from esper.cli.watch_views import blueprint_parts
 
     where = "this run" if runs == 1 else f"these {runs} runs"
     if not rows:
         print(f"no seed was tried in {where}")
         return
     print(f"blueprints in {'one run' if runs == 1 else f'{runs} runs'}")
-    _print_table(BLUEPRINT_HEADING, blueprint_cells(rows), numbers=range(1, len(BLUEPRINT_HEADING)))
-    if lines := reason_cells(rows):
-        print("\nremoved seeds and refused actions")
-        _print_table(("blueprint", "what", "times", "why"), lines, numbers=(2,))
+    console = Console(highlight=False)
+    for part in blueprint_parts(rows, console.width):
+        console.print(part)
 
 
 def _print_analysis(found: Analysis) -> None:
-    from esper.runs.analysis import SEED_HEADING, how_measured, pair_matrix, pair_rows, seed_rows, signed
-    from esper.text_table import figure
+    from esper.cli.watch_views import analysis_parts
 
-    for measure in found.measures:
-        title = f"\n{measure.name}"
-        if measure.without is not None and measure.with_all is not None and measure.gain is not None:
-            title += f": {figure(measure.without)} without seeds, {figure(measure.with_all)} with all, gain {signed(measure.gain)}"
-        print(title)
-        _print_table(SEED_HEADING, seed_rows(found, measure), numbers=range(3, len(SEED_HEADING)))
-        names = [seed.name for seed in found.seeds]
-        if measure.pairs and sum(max(len(name), 9) + 2 for name in ("", *names)) <= Console().width:
-            print("\ninteraction of pairs: + they help each other, − they do the same work; * the interval is without 0")
-            _print_table(("", *names), pair_matrix(found, measure), numbers=range(1, len(names) + 1))
-        elif measure.pairs:
-            print(f"\nthe strongest interactions of the {len(measure.pairs)} pairs: + they help each other, − they do the same work")
-            _print_table(("seed", "and seed", "interaction"), pair_rows(measure, STRONGEST), numbers=(2,))
-    print(f"\n{how_measured(found)}")
-
-
-def _print_table(heading: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int]) -> None:
     console = Console(highlight=False)
-    shown = [place for place, name in enumerate(heading) if console.width >= WIDE or name not in HIDDEN]
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for place in shown:
-        table.add_column(heading[place], justify="right" if place in numbers else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(row[place]) for place in shown))
-    console.print(table)
+    for part in analysis_parts(found, console.width):
+        console.print(part)

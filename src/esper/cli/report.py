@@ -14,8 +14,10 @@ from esper.config import Config
 if TYPE_CHECKING:
     from esper.runs.folder import Kind
 
-DESCRIPTION = """Writes report.html into the folder of a run, from what happened in it so far: main figures, curves, health, evaluation,
-settings; for a growth run also the network, the lives of its seeds, and the difference to its twin. The page needs no internet."""
+DESCRIPTION = """Writes report.html into the folder of a run, from what happened in it so far. It tells the same story as the run's page in
+esper watch: main figures, curves, health, use of the machine, settings. The report of a growth run also has the difference to its twin, the
+network, the lives of its seeds, the governor and the probe; that of a controller its utility by rent and cell, and its hosts; that of a
+player its win rates and ratings. The page is one file and needs no internet."""
 
 
 class ReportArguments(Config):

@@ -36,7 +36,9 @@ WIDE = 110  # columns of a terminal that shows everything about a run on one lin
 BAR = 8  # characters of a bar
 _Flag = tyro.conf.FlagCreatePairsOff[bool]
 _Run = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-_Runs = Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN")]
+_Runs = Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN ...", help_behavior_hint="(required)")]
+_ALL = tyro.conf.arg(help_behavior_hint="(default: all)")
+_NONE = tyro.conf.arg(help_behavior_hint="(default: none)")
 
 
 @contextlib.contextmanager
@@ -57,13 +59,13 @@ figure is the one that this kind of run is judged by, with its last and its best
 
 
 class LsArguments(Config):
-    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")] = ROOT
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="[FOLDER]")] = ROOT
     """folder with runs"""
-    kind: tuple[Kind, ...] = ()
+    kind: Annotated[tuple[Kind, ...], _ALL] = ()
     """only runs of these kinds"""
-    state: tuple[State, ...] = ()
+    state: Annotated[tuple[State, ...], _ALL] = ()
     """only runs in these states"""
-    tag: tuple[str, ...] = ()
+    tag: Annotated[tuple[str, ...], _NONE] = ()
     """only runs with all of these tags"""
 
 
@@ -352,9 +354,9 @@ in the run's folder.
 class TagArguments(Config):
     run: _Run
     """folder of the run"""
-    add: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="TAG")] = ()
+    add: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[TAG ...]", help_behavior_hint="(default: none)")] = ()
     """tags to add"""
-    remove: tuple[str, ...] = ()
+    remove: Annotated[tuple[str, ...], _NONE] = ()
     """tags to remove"""
     note: str | None = None
     """a note about the run, in place of the one before; "" for none"""
@@ -537,7 +539,7 @@ same in all of them. Nothing is changed, and no other file is read."""
 class QueryArguments(Config):
     sql: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SQL")]
     """one select statement"""
-    runs: _Runs = (ROOT,)
+    runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="[RUN ...]")] = (ROOT,)
     """runs, or folders with runs"""
 
 

@@ -1,17 +1,23 @@
-"""`esper watch`: show runs while they train and afterwards, in the browser or in the terminal. Imports no torch."""
+"""`esper watch`: show runs while they train and afterwards, in the browser or in the terminal. Imports no torch.
+
+The texts of the terminal are made in `esper.cli.watch_views`; here are the command, the keys, and the window that scrolls.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
-from rich.table import Table
+from rich.segment import Segment
 from rich.text import Text
 
 from esper.cli.command import CommandError, CommandResult
@@ -19,50 +25,36 @@ from esper.cli.parse import parse
 from esper.config import Config, NonNegativeInt
 from esper.files import reason_of
 from esper.runs.folder import RunError, kind_of
-from esper.text_table import duration, figure
 
+if TYPE_CHECKING:
+    from esper.cli.watch_views import Curve
+    from esper.dashboard.data import Watcher
+    from esper.runs.sections import Curves
+
+ROOT = Path("runs")  # folder of runs unless another one is named
 DESCRIPTION = """Shows runs in the browser: a table of all runs in a folder, and a page for each: curves, seeds, decisions, health.
 
+  esper watch                                all runs in runs/
+  esper watch runs/first                     one run
+  esper watch --terminal runs/a runs/b       compare two runs, in this terminal
+
 The page is on 127.0.0.1, which only this machine can reach, loads nothing from the internet, and changes no run. It follows runs while they
-train. Ctrl-C ends it. Needs the extra dashboard; --terminal shows the same in this terminal and needs no extra."""
+train. Ctrl-C ends it. Needs the extra dashboard; --terminal shows the same in this terminal and needs no extra.
+
+Keys in the terminal: arrows or j and k move, Space and b turn pages, Enter opens a run, x chooses runs and c compares them, o opens the
+lives of seeds and hosts, all lists and the settings, < and > change the round of a controller's hosts, r shows all runs, q ends."""
 
 EVERY_S = 1.0
 BLOCKS = "▁▂▃▄▅▆▇█"
 STATE_STYLES = {"running": "bold cyan", "finished": "green", "stopped": "yellow", "dead": "bold red", "empty": "dim"}
-WIDE = 110  # columns of a terminal that has room for curves in the table of runs
-MOST_ROWS = 12  # of a table of hosts, cells or candidates; the page in the browser has all of them
-_LEARNER = [
-    ("return", "update/mean_return"),
-    ("explained variance", "update/explained_variance"),
-    ("KL divergence", "update/total_kl"),
-    ("entropy of ", "update/entropy/"),
-    ("KL of ", "update/kl/"),
-    ("samples per second", "update/steps_per_second"),
-    ("wait for environments, s", "update/env_seconds"),
-    ("", "update/resources/"),
-]
-# Kind of run -> (label, series) of the curves in the terminal. A series that ends in / stands for all that begin so.
-CURVES: dict[str, list[tuple[str, str]]] = {
-    "growth": [
-        ("training loss", "epoch_ended/train_loss"),
-        ("", "epoch_ended/metrics/"),
-        ("parameters", "epoch_ended/parameters"),
-        ("FLOPs of a forward pass", "epoch_ended/flops"),
-        ("samples per second", "epoch_ended/samples_per_second"),
-        ("seconds per step", "epoch_ended/step_seconds"),
-        ("wait for data, s", "epoch_ended/data_wait_seconds"),
-        ("", "epoch_ended/resources/"),
-    ],
-    "ppo": _LEARNER,
-    "arena": [("win rate, ", "round_fought/win_rate/"), ("reward, ", "round_fought/reward/"), *_LEARNER],
-    "controller": [("gain", "round_ended/gain"), ("rent", "round_ended/rent"), ("chose to ", "round_ended/decisions/"), *_LEARNER[1:]],
-}
-LIGHT_STYLES = {"green": "green", "yellow": "yellow", "red": "bold red"}
+OF_TWINS = ("epoch_ended/val_loss", "epoch_ended/metrics/")  # series of twins that are shown beside those of their runs
+TWIN_OF = "/twin"  # after the name of a run: its twin
+COMPARED = 8  # series that a comparison shows, at most
 
 
 class WatchArguments(Config):
-    path: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN_OR_FOLDER")] = Path("runs")
-    """a run, or a folder with runs"""
+    paths: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="[RUN_OR_FOLDER ...]")] = (ROOT,)
+    """runs, or folders with runs; several runs are compared"""
     terminal: bool = False
     """show the runs in this terminal; print them once if the output is no terminal"""
     port: NonNegativeInt = 0
@@ -73,22 +65,23 @@ class WatchArguments(Config):
 
 def run(argv: list[str], prog: str) -> CommandResult:
     arguments = parse(WatchArguments, argv, prog, description=DESCRIPTION)
-    path = arguments.path
-    if not path.is_dir():
-        hint = "start a run, or give the folder of yours" if path == Path("runs") else "give a run, or a folder with runs"
-        raise CommandError(f"there is no folder {path}; {hint}")
+    paths = list(dict.fromkeys(arguments.paths)) or [ROOT]
+    for path in paths:
+        if not path.is_dir():
+            hint = "start a run, or give the folder of yours" if path == ROOT else "give a run, or a folder with runs"
+            raise CommandError(f"there is no folder {path}; {hint}")
     if arguments.terminal:
-        return _show_in_terminal(path)
+        return _show_in_terminal(paths)
     from esper.dashboard.watch import serve_runs
 
     addresses: list[str] = []
 
     def announce(address: str) -> None:
         addresses.append(address)
-        print(f"{address} shows the runs in {path}; Ctrl-C ends it", flush=True)
+        print(f"{address} shows the runs in {', '.join(map(str, paths))}; Ctrl-C ends it", flush=True)
 
     try:
-        serve_runs(path, port=arguments.port, show=arguments.show, announce=announce)
+        serve_runs(*paths, port=arguments.port, show=arguments.show, announce=announce)
     except (ImportError, RunError) as error:
         raise CommandError(f"{error}, or use --terminal" if isinstance(error, ImportError) else str(error)) from error
     except OSError as error:
@@ -99,256 +92,239 @@ def run(argv: list[str], prog: str) -> CommandResult:
 # The terminal
 
 
-def _show_in_terminal(path: Path) -> CommandResult:
-    """Show a table of the runs, or the page of one run, again every second until Ctrl-C."""
-    from esper.dashboard.data import Watcher, name_in_address
+def _show_in_terminal(paths: Sequence[Path]) -> CommandResult:
+    """Show the table of the runs, one run or a comparison, again every second until q or Ctrl-C."""
+    from esper.dashboard.data import Watcher
 
-    watcher, name = Watcher(path), name_in_address(path) if kind_of(path) is not None else None
-
-    console = Console()
-
-    def view() -> RenderableType:
-        watcher.refresh()
-        page = None if name is None else watcher.page(name)
-        if name is None or page is None:
-            is_gone = name is not None or not path.is_dir()
-            return (
-                Text(f"{path} was moved or removed", style="bold red") if is_gone else runs_table(watcher.overview(), width=console.width)
-            )
-        if page.get("controller") and page["controller"]["rounds"]:
-            page["controller"]["hosts"] = watcher.hosts(name, page["controller"]["rounds"][-1])
-        return run_view(page, _curves(watcher, name, page))
-
+    watcher, console = Watcher(*paths), Console()
+    screen = Screen(watcher, paths, has_keys=sys.stdout.isatty())
     if not sys.stdout.isatty():
-        console.print(view())
-    else:
-        with Live(view(), console=console, auto_refresh=False, screen=True) as live:
-            while True:
-                time.sleep(EVERY_S)
-                live.update(view(), refresh=True)
+        console.print(screen.view(console.width))
+        return CommandResult({"runs": len(watcher.overview()["runs"])})
+    with console.status("reading the runs"):
+        first = screen.view(console.width)
+    with _keys() as wait_for_keys, Live(Window(screen, first), console=console, auto_refresh=False, screen=True) as live:
+        while not screen.is_over:
+            for key in wait_for_keys(EVERY_S):
+                screen.press(key, page=max(console.height - 2, 1))
+            live.update(Window(screen, screen.view(console.width)), refresh=True)
     return CommandResult({"runs": len(watcher.overview()["runs"])})
 
 
-def _curves(watcher: Any, name: str, page: dict[str, Any]) -> dict[str, list[float]]:
-    """Return the series that the terminal shows, by label: the curves of the kind of run, those of a twin, and the use of the machine."""
-    wanted = {
-        f"{label}{other[len(series) :] if series.endswith('/') else ''}": other
-        for label, series in CURVES[page["summary"]["kind"]]
-        for other in page["series"]
-        if other == series or (series.endswith("/") and other.startswith(series))
-    }
-    found = watcher.series(name, wanted.values(), {}, None)["series"]
-    curves = {label: [value for value in found[series]["values"] if value is not None] for label, series in wanted.items()}
-    shared = [series for series in page.get("twin", []) if series == "epoch_ended/val_loss" or series.startswith("epoch_ended/metrics/")]
-    twin = watcher.series(name, shared, {}, None, twin=True)["series"] if shared else {}
-    of_twin = {f"twin: {series.split('/')[-1]}": [value for value in twin[series]["values"] if value is not None] for series in shared}
-    return of_twin | curves
+class Screen:
+    """What the terminal shows: the table of runs, one run, or a comparison; and how keys change that."""
+
+    def __init__(self, watcher: Watcher, paths: Sequence[Path], *, has_keys: bool) -> None:
+        from esper.dashboard.data import name_in_address
+
+        self.watcher, self.paths, self.has_keys = watcher, paths, has_keys
+        names = [name_in_address(path) for path in paths if kind_of(path) is not None]
+        is_all = len(names) == len(paths)
+        self.run_name: str | None = names[0] if is_all and len(names) == 1 else None  # of the run that is shown
+        self.compared: list[str] = names if is_all and len(names) > 1 else []  # names of the runs that are compared
+        self.chosen: list[str] = []  # names of the runs that are chosen for a comparison
+        self.rows: list[str] = []  # names of the runs in the table, from its first line
+        self.here: str | None = None  # name of the run under the cursor
+        self.is_open = not has_keys  # whether long lists are whole; what is printed once is whole
+        self.back = 0  # rounds before the newest whose hosts are shown
+        self.has_rounds = False  # whether the shown run has several of them
+        self.top = 0  # first line of the window
+        self.is_over = False
+
+    def press(self, key: str, *, page: int) -> None:
+        """React to a key. `page` is the number of lines of the window."""
+        is_table = self.run_name is None and not self.compared
+        steps = {"down": 1, "j": 1, "up": -1, "k": -1, "space": page, "pagedown": page, "b": -page, "pageup": -page}
+        steps |= {"home": -(10**9), "g": -(10**9), "end": 10**9, "G": 10**9}
+        if key == "q":
+            self.is_over = True
+        elif key in steps and is_table and self.rows:
+            place = self.rows.index(self.here) if self.here in self.rows else 0
+            self.here = self.rows[min(max(place + steps[key], 0), len(self.rows) - 1)]
+        elif key in steps:
+            self.top += steps[key]
+        elif key == "o":
+            self.is_open = not self.is_open
+        elif key in ("<", ">"):
+            self.back = max(self.back + (1 if key == "<" else -1), 0)
+        elif key == "x" and is_table and self.here:
+            self.chosen = [name for name in self.chosen if name != self.here] + ([self.here] if self.here not in self.chosen else [])
+        elif key == "enter" and is_table and self.here:
+            self.run_name, self.top, self.back = self.here, 0, 0
+        elif key == "c" and len(self.chosen) > 1:
+            self.run_name, self.compared, self.top = None, list(self.chosen), 0
+        elif key in ("r", "escape") and not is_table:
+            self.run_name, self.compared, self.top = None, [], 0
+
+    def footer(self) -> str:
+        """Return the keys that do something now."""
+        if self.compared:
+            return "↑ ↓ scroll · r all runs · q end"
+        if self.run_name is not None:
+            rounds = " · < > round" if self.has_rounds else ""
+            return f"↑ ↓ scroll · o {'close' if self.is_open else 'open'} details{rounds} · r all runs · q end"
+        chosen = f" · c compare {len(self.chosen)}" if len(self.chosen) > 1 else ""
+        return f"↑ ↓ move · Enter open · x choose{chosen} · q end"
+
+    def view(self, width: int) -> RenderableType:
+        """Return what is shown now, with the newest events."""
+        from esper.cli.watch_views import comparison_view, run_view, runs_table
+        from esper.runs.sections import CHARTS, SYSTEM, system_figures
+
+        self.watcher.refresh()
+        if self.compared:
+            found = self.watcher.compare(self.compared)
+            return comparison_view(found, self._compared_curves(found), width=width)
+        page = None if self.run_name is None else self.watcher.page(self.run_name)
+        if self.run_name is not None and page is None:
+            return Text(f"{', '.join(map(str, self.paths))} was moved or removed", style="bold red")
+        if self.run_name is None or page is None:
+            if not any(path.is_dir() for path in self.paths):
+                return Text(f"{', '.join(map(str, self.paths))} was moved or removed", style="bold red")
+            overview = self.watcher.overview()
+            self.rows = [row["id"] for row in overview["runs"]]
+            if self.has_keys and self.here not in self.rows:
+                self.here = self.rows[0] if self.rows else None
+            return runs_table(overview, width=width, here=self.here, chosen=self.chosen)
+        rounds = page["controller"]["rounds"] if "controller" in page else []
+        self.has_rounds = len(rounds) > 1
+        if rounds:
+            self.back = min(self.back, len(rounds) - 1)
+            page["controller"]["hosts"] = self.watcher.hosts(self.run_name, rounds[-1 - self.back])
+        kind = page["summary"]["kind"]
+        curves, system = (self._curves(page, wanted) for wanted in (CHARTS[kind], SYSTEM[kind]))
+        run = self.watcher.run(self.run_name)
+        return run_view(page, curves, system, system_figures(run) if run is not None else [], width=width, is_open=self.is_open)
+
+    def _curves(self, page: dict[str, Any], wanted: Sequence[Curves]) -> list[Curve]:
+        """Return the series of these charts, and beside them the validation loss and metrics of a twin."""
+        from esper.cli.watch_views import Curve
+        from esper.runs.sections import series_of
+
+        assert self.run_name is not None
+        names = [
+            (curves.title, label if len(curves.series) > 1 or "" in curves.series else "", series)
+            for curves in wanted
+            for label, series in series_of(page["series"], curves).items()
+        ]
+        found = self.watcher.series(self.run_name, [series for *_, series in names], {}, None)["series"]
+        shared = [series for *_, series in names if series in page.get("twin", ()) and series.startswith(OF_TWINS)]
+        of_twin = self.watcher.series(self.run_name, shared, {}, None, twin=True)["series"] if shared else {}
+        shown = []
+        for title, label, series in names:
+            shown.append(Curve(title, label, _known(found[series])))
+            if series in of_twin:
+                shown.append(Curve(title, f"twin: {label}", _known(of_twin[series])))
+        if (losses := found.get(OF_TWINS[0])) is not None and page["growth"]["seeds"]:
+            twin = of_twin.get(OF_TWINS[0])
+            before = dict(zip(twin["steps"], twin["values"], strict=True)) if twin else dict.fromkeys(losses["steps"], losses["values"][0])
+            pairs = [(before.get(step), loss) for step, loss in zip(losses["steps"], losses["values"], strict=True)]
+            gains = [other - loss for other, loss in pairs if other is not None and loss is not None]
+            shown.append(Curve("gain", "over the twin" if twin else "since the first epoch", gains))
+        return shown
+
+    def _compared_curves(self, found: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+        """Return the main series that all compared runs have: name -> run -> values."""
+        from esper.runs.sections import CHARTS, series_of
+
+        kinds = list(dict.fromkeys(run["kind"] for run in found["runs"]))
+        wanted = [
+            series for curves in (CHARTS[kinds[0]] if kinds else ()) for series in list(series_of(found["series"], curves).values())[:2]
+        ]
+        curves: dict[str, dict[str, list[float]]] = {series: {} for series in wanted[:COMPARED]}
+        for run in found["runs"]:
+            own = self.watcher.series(run["id"], curves, {}, None)["series"]
+            shared = [series for series in curves if series.startswith(OF_TWINS)]
+            of_twin = self.watcher.series(run["id"], shared, {}, None, twin=True)["series"]
+            for series, of_runs in curves.items():
+                of_runs[run["id"]] = _known(own[series])
+                if series in of_twin and (values := _known(of_twin[series])):
+                    of_runs[run["id"] + TWIN_OF] = values
+        return curves
 
 
-def runs_table(overview: dict[str, Any], *, width: int = 80) -> RenderableType:
-    """Return a table of runs, live ones first. A wide terminal also has their curves."""
-    if not overview["runs"]:
-        return Text(f"There are no runs in {overview['root']} yet. Start one: esper grow --task digits")
-    is_wide, has_tags = width >= WIDE, any(row["tags"] for row in overview["runs"])
-    headings = [
-        "run",
-        "kind",
-        "state",
-        "done",
-        "last",
-        "best",
-        *(["figure", "curve"] if is_wide else []),
-        "sign of life",
-        *(["tags"] if has_tags else []),
-    ]
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading in ("done", "last", "best") else "left", no_wrap=True)
-    for row in overview["runs"]:
-        done = "" if row["progress"] is None else f"{row['progress']:.0%}"
-        cells = [Text(row["name"]), row["kind"], Text(row["state"], style=STATE_STYLES[row["state"]]), done]
-        cells += [_number(row["last"]), _number(row["best"])]
-        cells += [row["figure"], Text(sparkline(row["spark"], 20), style="cyan")] if is_wide else []
-        life = f"{duration(max(overview['now'] - row['touched'], 0))} ago" if row["touched"] else "–"
-        cells += [life, *([Text(", ".join(row["tags"]))] if has_tags else [])]
-        table.add_row(*cells)
-    return table
+def _known(series: dict[str, Any]) -> list[float]:
+    return [value for value in series["values"] if value is not None]
 
 
-def run_view(page: dict[str, Any], curves: Mapping[str, list[float]]) -> RenderableType:
-    """Return the page of one run as text: figures, curves, and what its kind of run has, as in the browser. `curves` are series by name."""
-    summary = page["summary"]
-    state = Text(summary["state"], style=STATE_STYLES[summary["state"]])
-    done = "" if summary["progress"] is None else f" · {summary['progress']:.0%}"
-    head = Text.assemble((summary["name"], "bold"), f" · {summary['kind']} · ", state, done, *(f" · {tag}" for tag in summary["tags"]))
-    parts: list[RenderableType | None] = [head, _notes(page)]
-    parts += [_curves_table(summary, curves)]
-    if growth := page.get("growth"):
-        parts += _growth_parts(growth)
-    if controller := page.get("controller"):
-        parts += _controller_parts(controller)
-    parts += [_blueprints_table(page.get("blueprints") or []), _calibration_table(page.get("calibration"))]
-    lights = _table()
-    for light in page.get("health", []):
-        name, advice = Text(light["name"]), Text(light["advice"], style="dim")
-        lights.add_row(Text("●", style=LIGHT_STYLES[light["colour"]]), name, _number(light["value"]), advice)
-    parts.append(lights)
-    if page.get("opponents"):
-        opponents = _table("opponent", "won", "drawn", "lost", "win rate", "rating", left=1)
-        for row in page["opponents"][:12]:
-            rate = "–" if row["rate"] is None else f"{row['rate']:.1%} [{row['low']:.1%}, {row['high']:.1%}]"
-            rating = "–" if row["rating"] is None else f"{row['rating']:.1f} ± {row['spread']:.1f}"
-            opponents.add_row(Text(row["name"]), *(str(row[name]) for name in ("won", "drawn", "lost")), rate, rating)
-        parts.append(opponents)
-    if page.get("league"):
-        last = page["league"][-1]
-        parts.append(Text(f"league: {last['name']} {'entered' if last['is_promoted'] else 'did not enter'}: {last['reason']}", style="dim"))
-    for problem in page["problems"][:3]:
-        if "words" in problem:
-            parts.append(Text(f"step {problem['step']:,}: {problem['words']}", style="yellow"))
-            continue
-        said = {
-            name: value for name, value in problem.items() if name not in ("kind", "time", "step") and isinstance(value, str | int | float)
-        }
-        words = " · ".join(f"{name.replace('_', ' ')} {value}" for name, value in said.items() if value != "")
-        parts.append(Text(f"{problem['kind'].replace('_', ' ')}: {words}", style="yellow"))
-    shown = [part for part in parts if part is not None and not (isinstance(part, Table) and not part.row_count)]
-    return Group(*(item for part in shown for item in (part, "") if item is not None))
+class Window:
+    """The lines of a view that fit into the terminal, and a line with the keys. A view that is longer can be scrolled."""
+
+    def __init__(self, screen: Screen, view: RenderableType) -> None:
+        self.screen, self.view = screen, view
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = console.render_lines(self.view, options.update(height=None), pad=False)
+        room, screen = max((options.height or console.height) - 1, 1), self.screen
+        if screen.here is not None and screen.run_name is None and not screen.compared and screen.here in screen.rows:
+            cursor = screen.rows.index(screen.here) + 1  # below the heading
+            screen.top = max(min(screen.top, cursor - 1), cursor - room + 1)
+        screen.top = min(max(screen.top, 0), max(len(lines) - room, 0))
+        shown = lines[screen.top : screen.top + room]
+        for line in [*shown, *([[]] * (room - len(shown)))]:
+            yield from line
+            yield Segment.line()
+        place = f"{screen.top + 1} to {screen.top + len(shown)} of {len(lines)} lines · " if len(lines) > room else ""
+        yield Text(f"{place}{screen.footer()}", style="dim", no_wrap=True, overflow="ellipsis")
 
 
-def _table(*headings: str, left: int = 0) -> Table:
-    """Return an empty table whose columns after the first `left` ones hold numbers. Without headings it shows none."""
-    table = Table(box=None, pad_edge=False, header_style="dim", show_header=bool(headings))
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if place < left else "right")
-    return table
+_KEY = re.compile(r"\x1b\[[0-9;]*[~A-Za-z]|\x1bO[A-Za-z]|.", re.DOTALL)
+_NAMES = {
+    "\x1b[A": "up", "\x1b[B": "down", "\x1bOA": "up", "\x1bOB": "down", "\x1b[5~": "pageup", "\x1b[6~": "pagedown", "\x1b[H": "home",
+    "\x1b[F": "end", "\x1b[1~": "home", "\x1b[4~": "end", "\x1b": "escape", "\n": "enter", "\r": "enter", " ": "space",
+}  # fmt: skip
 
 
-def _notes(page: dict[str, Any]) -> Text | None:
-    """Return what is wrong or unusual about the whole run."""
-    notes = [page["summary"]["note"]] if page["summary"]["note"] else []
-    if page["summary"]["state"] == "dead":
-        notes.append("its process gave no sign of life; give its command the option --resume to continue it")
-    if page["summary"]["state"] == "empty":
-        notes.append("it has written no events yet; if this stays so, look into the terminal where it was started")
-    if page["skipped"]:
-        notes.append(f"{page['skipped']} damaged lines of its log are left out")
-    if page.get("growth") and page["growth"]["started"]["note"]:
-        notes.append(page["growth"]["started"]["note"])
-    return Text("\n".join(notes), style="yellow") if notes else None
+def keys_in(text: str) -> list[str]:
+    """Return the names of the keys that a terminal has sent.
+
+    >>> keys_in("j\\x1b[B \\n")
+    ['j', 'down', 'space', 'enter']
+    """
+    return [_NAMES.get(key, key) for key in _KEY.findall(text)]
 
 
-def _curves_table(summary: dict[str, Any], curves: Mapping[str, list[float]]) -> Table:
-    table = _table("", "", "last", "best", left=2)
-    table.add_row(
-        Text(summary["figure"]), Text(sparkline(summary["spark"], 40), style="cyan"), _number(summary["last"]), _number(summary["best"])
-    )
-    for label, values in curves.items():
-        if values:
-            table.add_row(Text(label), Text(sparkline(values, 40), style="cyan"), _number(values[-1]), "")
-    return table
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], list[str]]]:
+    """Yield a function that waits for keys, at most some seconds, and returns them. Without a keyboard it only waits."""
+
+    def only_wait(seconds: float) -> list[str]:
+        time.sleep(seconds)
+        return []
+
+    try:
+        import select
+        import termios
+        import tty
+
+        keyboard = sys.stdin.fileno()
+        before = termios.tcgetattr(keyboard)
+    except (ImportError, AttributeError, OSError, ValueError, termios.error):  # not a terminal, or one of Windows
+        yield only_wait
+        return
+
+    def wait(seconds: float) -> list[str]:
+        if not select.select([keyboard], [], [], seconds)[0]:
+            return []
+        sent = os.read(keyboard, 1024)
+        return keys_in(sent.decode(errors="replace")) if sent else only_wait(seconds)
+
+    try:
+        tty.setcbreak(keyboard)  # Ctrl-C still ends the command
+        yield wait
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
-def _growth_parts(growth: dict[str, Any]) -> list[RenderableType | None]:
-    parts: list[RenderableType | None] = []
-    if (compared := growth["compared"]) is not None:
-        words = f"accuracy against the twin {100 * compared['accuracy_difference']:+.1f} points "
-        parts.append(Text(words + f"[{100 * compared['low']:+.1f}, {100 * compared['high']:+.1f}]"))
-    slots = _table("slot", "stage", "blueprint", "alpha", "age", "costs if removed", "weights", left=3)
-    for slot in growth["slots"]:
-        alpha, age = (f"{slot['alpha']:.2f}", str(slot.get("age", ""))) if slot["blueprint"] else ("–", "–")
-        cost = _interval(slot.get("gain"), slot.get("gain_low"), slot.get("gain_high"))
-        slots.add_row(
-            Text(slot["slot"]), slot["stage"].lower(), Text(slot["blueprint"] or "–"), alpha, age, cost, f"{slot.get('parameters') or 0:,}"
-        )
-    seeds = _table("seed", "slot", "blueprint", "epochs", "outcome", "reason", left=6)
-    for seed in growth["seeds"]:
-        epochs = f"{seed['born']}–{'' if seed['ended'] is None else seed['ended']}"
-        seeds.add_row(str(seed["number"]), Text(seed["slot"]), Text(seed["blueprint"]), epochs, seed["outcome"], Text(seed["why"]))
-    parts += [slots, seeds]
-    if growth["decisions"]:
-        last = growth["decisions"][-1]
-        parts.append(Text(f"epoch {last['epoch']}: {last['text']}", style="dim"))
-    if growth["probes"]:
-        parts.append(_probe_table(growth["probes"][-1]))
-    for back in growth["rollbacks"]:
-        cost = "" if back.get("steps_lost") is None else f" and lost {back['steps_lost']:,} steps"
-        cost += "" if back.get("seconds_lost") is None else f" and {duration(back['seconds_lost'])}"
-        parts.append(
-            Text(f"epoch {back['epoch']}: the governor went back to epoch {back['to_epoch']}{cost}: {back['reason']}", style="red")
-        )
-    return parts
+def sparkline(values: Sequence[float], width: int, *, ends: tuple[float, float] | None = None) -> str:
+    """Return a curve of block characters, at most `width` wide, from its lowest to its highest value or between `ends`.
 
-
-def _probe_table(probe: dict[str, Any]) -> Table:
-    """Return the candidates with the best estimates of a probe, and why they were passed over."""
-    table = _table(f"probe of epoch {probe['epoch']}", "candidate", "fall per step", "passed over because", left=2)
-    table.columns[3].justify = "left"
-    rows = [(value, slot, name) for slot, row in probe["estimates"].items() for name, value in row.items() if value is not None]
-    for value, slot, name in sorted(rows, reverse=True)[:MOST_ROWS]:
-        table.add_row(Text(slot), Text(name), _number(value), Text(probe["reasons"].get(slot, {}).get(name, ""), style="dim"))
-    return table
-
-
-def _controller_parts(controller: dict[str, Any]) -> list[RenderableType | None]:
-    rents = _table("rent", "utility per round", "last round", left=2)
-    for line in controller["utility"]["rent"]:
-        last = _interval(line["values"][-1], line["low"][-1], line["high"][-1])
-        rents.add_row(line["label"], Text(sparkline(line["values"], 30), style="cyan"), last)
-    cells = _table("task and host", "hosts", "utility", "gain", "rent", "grown", "kept", left=1)
-    for row in controller["cells"][:MOST_ROWS]:
-        means = [_number(row[name]) for name in ("gain", "rent", "grown", "kept")]
-        cells.add_row(Text(row["cell"]), str(row["hosts"]), _interval(row["utility"], row["low"], row["high"]), *means)
-    return [rents, cells, _hosts_table(controller.get("hosts", []))]
-
-
-def _hosts_table(hosts: list[dict[str, Any]]) -> Table:
-    """Return the hosts of the newest round: their losses, those of their twins, and their seeds."""
-    table = _table("host", "rent", "loss", "twin", "utility", "seeds", left=4)
-    table.columns[5].justify = "left"
-    for life in hosts[:MOST_ROWS]:
-        own, twin = (sparkline([value for value in life[name] if value is not None], 12) for name in ("val_losses", "twin_losses"))
-        seeds = ", ".join(f"{seed['blueprint']} after {seed['slot']} {seed['outcome']}" for seed in life["seeds"])
-        row = (Text(f"{life['env']} {life['task']} {life['host']}"), life["rent_level"], Text(own, style="cyan"), Text(twin, style="dim"))
-        table.add_row(*row, _number(life["utility"]), Text(seeds, overflow="ellipsis", no_wrap=True))
-    return table
-
-
-def _blueprints_table(rows: list[dict[str, Any]]) -> Table:
-    table = _table("blueprint", "tried", "kept", "pruned", "gain", "weights", left=1)
-    for row in rows:
-        counts = [f"{row[name]:g}" for name in ("tried", "kept", "pruned")]
-        table.add_row(Text(row["blueprint"]), *counts, _number(row["gain"]), f"{row['parameters']:,.0f}")
-    return table
-
-
-def _calibration_table(calibration: dict[str, Any] | None) -> Table | None:
-    if calibration is None:
-        return None
-    table = _table("the critic predicts", "achieved", "steps")
-    for point in calibration["points"]:
-        table.add_row(_number(point["predicted"]), _interval(point["achieved"], point["low"], point["high"]), f"{point['steps']:,}")
-    return table
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if abs(value) >= 1000 else figure(value)
-
-
-def _interval(value: float | None, low: float | None, high: float | None) -> str:
-    return _number(value) if low is None or high is None else f"{_number(value)} [{_number(low)}, {_number(high)}]"
-
-
-def sparkline(values: list[float], width: int) -> str:
-    """Return a curve of block characters, at most `width` wide.
-
-    >>> sparkline([0.0, 1.0, 2.0, 7.0], 4)
-    '▁▂▃█'
+    >>> sparkline([0.0, 1.0, 2.0, 7.0], 4), sparkline([0.0, 1.0], 4, ends=(0.0, 7.0))
+    ('▁▂▃█', '▁▂')
     """
     if len(values) < 2:
         return ""
-    chosen = [values[round(place * (len(values) - 1) / (min(width, len(values)) - 1))] for place in range(min(width, len(values)))]
-    low, span = min(chosen), max(chosen) - min(chosen) or 1.0
-    return "".join(BLOCKS[round((value - low) / span * (len(BLOCKS) - 1))] for value in chosen)
+    count = min(width, len(values))
+    chosen = [values[round(place * (len(values) - 1) / (count - 1))] for place in range(count)]
+    low, high = ends or (min(chosen), max(chosen))
+    return "".join(BLOCKS[round((value - low) / ((high - low) or 1.0) * (len(BLOCKS) - 1))] for value in chosen)

@@ -34,10 +34,10 @@ GROWS = {"GERMINATED": "grows", "FOSSILIZED": "kept", "PRUNED": "pruned"}  # sta
 
 
 class Watcher:
-    """All runs under a folder, or the one in it, kept up to date. Safe to use from several threads."""
+    """All runs under some folders, or those in them, kept up to date. Safe to use from several threads."""
 
-    def __init__(self, root: Path | str, *, cache: Path | None = None) -> None:
-        self.root = Path(root)
+    def __init__(self, *roots: Path | str, cache: Path | None = None) -> None:
+        self.roots = [Path(root) for root in roots]
         self._cache = user_cache() if cache is None else cache
         self._runs: dict[str, Run] = {}  # by their names in addresses
         self._stories: dict[Path, tuple[list[tuple[int, int]], dict[str, Any]]] = {}  # by folder: how far the logs were read, and the story
@@ -62,7 +62,7 @@ class Watcher:
         self.loading = (number + share) / len(self._runs)
 
     def _search(self) -> None:
-        found = {name_in_address(run.folder): run for run in find_runs(self.root, cache=self._cache)}
+        found = {name_in_address(run.folder): run for root in self.roots for run in find_runs(root, cache=self._cache)}
         self._runs = {name: self._runs.get(name, run) for name, run in found.items()}
         self._searched = time.monotonic()
         for kept in (self._stories, self._controllers, self._settings, self._analyses):
@@ -88,7 +88,7 @@ class Watcher:
             self.refresh()
             rows = [{"id": name, **msgspec.to_builtins(run.summary())} for name, run in self._runs.items()]
         rows.sort(key=lambda row: (row["state"] != "running", -row["touched"]))
-        return {"root": printable(str(self.root)), "runs": [_clean(row) for row in rows], "now": time.time()}
+        return {"root": printable(", ".join(map(str, self.roots))), "runs": [_clean(row) for row in rows], "now": time.time()}
 
     def stamp(self, name: str) -> tuple[int, ...]:
         """Return sizes and times of the files that the page of a run is made from: the same stamp, the same page, but for its age."""

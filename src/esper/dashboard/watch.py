@@ -16,19 +16,21 @@ from esper.runs.folder import RunError, check_holds_a_run, kind_of
 HOST = "127.0.0.1"  # other machines cannot reach it
 
 
-def serve_runs(root: Path | str, *, port: int = 0, show: bool = True, announce: Callable[[str], None] = print) -> None:
-    """Serve the dashboard of the runs in a folder until Ctrl-C. Call `announce` with the address once it can be reached.
+def serve_runs(*roots: Path | str, port: int = 0, show: bool = True, announce: Callable[[str], None] = print) -> None:
+    """Serve the dashboard of the runs in some folders until Ctrl-C. Call `announce` with the address once it can be reached.
 
-    Port 0 takes any free port. `show` opens the page in the browser.
+    Port 0 takes any free port. `show` opens the page in the browser. The page of several runs is their comparison.
     """
-    root = Path(root)
-    if not root.is_dir():
-        raise RunError(f"{root} is no folder; give a run or a folder with runs")
+    folders = list(map(Path, roots))
+    if missing := next((folder for folder in folders if not folder.is_dir()), None):
+        raise RunError(f"{missing} is no folder; give a run or a folder with runs")
     _check_nicegui("the dashboard")
     from esper.dashboard.app import build_app
-    from esper.dashboard.data import Watcher
+    from esper.dashboard.data import Watcher, name_in_address
 
-    _serve(build_app(Watcher(root)), port=port, show=show, announce=announce)
+    is_comparison = len(folders) > 1 and all(kind_of(folder) is not None for folder in folders)
+    place = f"#/compare/{','.join(map(name_in_address, folders))}" if is_comparison else ""
+    _serve(build_app(Watcher(*folders)), place=place, port=port, show=show, announce=announce)
 
 
 def serve(path: Path | str, *, port: int = 0, show: bool = True, announce: Callable[[str], None] = print) -> None:
@@ -49,11 +51,11 @@ def _check_nicegui(what: str) -> None:
         raise ImportError(f"{what} needs NiceGUI; install it with: pip install 'esper-grow[dashboard]'")
 
 
-def _serve(app: Any, *, port: int, show: bool, announce: Callable[[str], None]) -> None:
+def _serve(app: Any, *, port: int, show: bool, announce: Callable[[str], None], place: str = "") -> None:
     import uvicorn
 
     listening = _listen(port)
-    address = f"http://{HOST}:{listening.getsockname()[1]}/"
+    address = f"http://{HOST}:{listening.getsockname()[1]}/{place}"
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     app.state.is_stopping = lambda: server.should_exit
     announce(address)  # connections wait in the socket until the server runs

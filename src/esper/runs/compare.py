@@ -146,8 +146,8 @@ class Comparison(msgspec.Struct, frozen=True):
             "runs": runs,
             "groups": [{"name": group.name, "mean": _ends(group.mean)} for group in self.groups],
             "settings": self.differing,
-            "paired": [_as_dict(pair) for pair in self.paired],
-            "twins": [_as_dict(pair) for pair in self.twins],
+            "paired": [_as_dict(pair, self.figure) for pair in self.paired],
+            "twins": [_as_dict(pair, self.figure) for pair in self.twins],
             "notes": self.notes,
         }
 
@@ -452,9 +452,9 @@ def _ends(interval: Interval | None) -> dict[str, float] | None:
     return None if interval is None else {"estimate": interval.estimate, "low": interval.low, "high": interval.high}
 
 
-def _as_dict(pair: PairedDifference) -> dict[str, Any]:
+def _as_dict(pair: PairedDifference, figure: FinalFigure) -> dict[str, Any]:
     plain: dict[str, Any] = {name: getattr(pair, name) for name in ("ours", "theirs", "seeds", "differences", "estimate")}
-    return plain | {"interval": _ends(pair.interval)}
+    return plain | {"interval": _ends(pair.interval), "verdict": pair.verdict(is_better_low=figure.is_better_low)}
 
 
 # As a picture

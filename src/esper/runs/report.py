@@ -278,7 +278,8 @@ def _life(life: Mapping[str, Any]) -> str:
         f"{figure(life['utility'], sign='+')} = gain over the twin {figure(life['gain'], sign='+')} − rent {figure(life['rent'])}; "
         f"{life['rollbacks']} rollbacks."
     )
-    inside = table(("when", "seed", "stage", "why"), lines) if lines else "<p>The controller grew nothing in this host.</p>"
+    nothing = "The log has no stages of its seeds." if life["grown"] else "The controller grew nothing in this host."
+    inside = table(("when", "seed", "stage", "why"), lines) if lines else f"<p>{nothing}</p>"
     return (
         f'<details><summary>{_life_drawing(life)}<small>{escape(head)}</small> <b class="{utility}">{figure(life["utility"], 3, sign="+")}'
         f'</b></summary><p>{escape(words)}</p><div class="wide">{inside}</div></details>'

@@ -34,7 +34,7 @@ class Curves(NamedTuple):
 
 _LEARNER = (
     Curves("losses", {"policy": "update/policy_loss", "value": "update/value_loss"}, may_be_log=True),
-    Curves("entropy by head, share of its maximum", {"": "update/entropy/"}),
+    Curves("entropy by head", {"": "update/entropy/"}),
     Curves("KL divergence", {"total": "update/total_kl", "": "update/kl/"}, may_be_log=True),
     Curves("explained variance", {"explained variance": "update/explained_variance"}),
     Curves("clipped share", {"clipped share": "update/clip_fraction"}),
