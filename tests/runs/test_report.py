@@ -157,7 +157,7 @@ def test_a_host_of_a_controllers_training_opens_to_the_stages_of_its_seeds(tmp_p
     details = re.search(r"<details><summary><svg.*?</details>", page, flags=re.DOTALL)
     assert details is not None
     text = unescape(re.sub(r"<[^>]*>", " ", details[0]))
-    assert f"segment 3 seed 1: {NASTY} after conv1 fossilized it pays {NASTY}" in re.sub(r" +", " ", text)
+    assert f"3 seed 1: {NASTY} after conv1 fossilized it pays {NASTY}" in re.sub(r" +", " ", text)
     assert "+0.2000 = gain over the twin +0.3000 − rent 0.1000" in text
     assert details[0].count("<polyline") == 2, "the host and its twin"
     assert page.count("<script") == 1

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from esper.cli.command import FAILED, CommandError, CommandResult
 from esper.cli.parse import parse
 from esper.config import Config, NonNegativeInt, PositiveInt
 from esper.runs.folder import RunError
+from esper.text_table import figure
 
 if TYPE_CHECKING:
     from esper.runs.analysis import Analysis, BlueprintRow
     from esper.runs.catalog import Run
 
 _Flag = tyro.conf.FlagCreatePairsOff[bool]
+WIDE = 110  # columns of a terminal that shows all columns
+STRONGEST = 10  # pairs that are shown if the matrix of all does not fit
+HIDDEN = ("rolled back", "cells", "FLOPs", "alone", "outcome", "if removed now")  # columns that a narrow terminal does not show
 
 DESCRIPTION = """Shows what became of every blueprint in growth runs and controller runs: tried, kept, pruned and why, refused by gates,
 cost of removal with an interval over cells, parameters and FLOPs. A cell is a run, or a task and host of a controller's training.
@@ -130,7 +136,8 @@ def _measure(folder: Path, arguments: AnalyseArguments) -> dict[str, Any]:
     if found is None:
         print(no_seeds)
         return {"analysis": None}
-    _print_analysis(found)
+    console = Console(highlight=False)
+    console.print(*analysis_parts(found, console.width), sep="\n")
     print(f"\nwritten to {folder / ANALYSIS}")
     return {"analysis": found}
 
@@ -152,21 +159,53 @@ def _progress() -> Iterator[Callable[[int, int | None], None]]:
 
 
 def _print_blueprints(rows: Sequence[BlueprintRow], runs: int) -> None:
-    from esper.cli.watch_views import blueprint_parts
-
     where = "this run" if runs == 1 else f"these {runs} runs"
     if not rows:
         print(f"no seed was tried in {where}")
         return
     print(f"blueprints in {'one run' if runs == 1 else f'{runs} runs'}")
     console = Console(highlight=False)
-    for part in blueprint_parts(rows, console.width):
-        console.print(part)
+    console.print(*blueprint_parts(rows, console.width), sep="\n")
 
 
-def _print_analysis(found: Analysis) -> None:
-    from esper.cli.watch_views import analysis_parts
+def blueprint_parts(rows: Sequence[BlueprintRow], width: int) -> list[RenderableType]:
+    """Return what became of every blueprint, and why seeds were removed or actions refused."""
+    from esper.runs.analysis import BLUEPRINT_HEADING, blueprint_cells, reason_cells
 
-    console = Console(highlight=False)
-    for part in analysis_parts(found, console.width):
-        console.print(part)
+    parts: list[RenderableType] = [cells_table(BLUEPRINT_HEADING, blueprint_cells(rows), numbers=range(1, 11), width=width)]
+    if lines := reason_cells(rows):
+        parts += ["", Text("removed seeds and refused actions")]
+        parts.append(cells_table(("blueprint", "what", "times", "why"), lines, numbers=(2,), width=width))
+    return parts
+
+
+def analysis_parts(found: Analysis, width: int) -> list[RenderableType]:
+    """Return the Shapley values of the seeds and the interaction of pairs, by the loss and by every metric."""
+    from esper.runs.analysis import SEED_HEADING, how_measured, pair_matrix, pair_rows, seed_rows, signed
+
+    parts: list[RenderableType] = []
+    for measure in found.measures:
+        title = measure.name
+        if measure.without is not None and measure.with_all is not None and measure.gain is not None:
+            title += f": {figure(measure.without)} without seeds, {figure(measure.with_all)} with all, gain {signed(measure.gain)}"
+        parts += ["", Text(title), cells_table(SEED_HEADING, seed_rows(found, measure), numbers=range(3, len(SEED_HEADING)), width=width)]
+        names = [seed.name for seed in found.seeds]
+        if measure.pairs and sum(max(len(name), 9) + 2 for name in ("", *names)) <= width:
+            parts += ["", Text("interaction of pairs: + they help each other, − they do the same work; * the interval is without 0")]
+            parts.append(cells_table(("", *names), pair_matrix(found, measure), numbers=range(1, len(names) + 1), width=WIDE))
+        elif measure.pairs:
+            count = len(measure.pairs)
+            parts += ["", Text(f"the strongest interactions of the {count} pairs: + they help each other, − they do the same work")]
+            parts.append(cells_table(("seed", "and seed", "interaction"), pair_rows(measure, STRONGEST), numbers=(2,), width=width))
+    return [*parts, "", Text(how_measured(found))]
+
+
+def cells_table(heading: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int], width: int) -> Table:
+    """Return a table of finished texts. A narrow terminal does not show the columns in HIDDEN."""
+    shown = [place for place, name in enumerate(heading) if width >= WIDE or name not in HIDDEN]
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for place in shown:
+        table.add_column(heading[place], justify="right" if place in numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(row[place]) for place in shown))
+    return table

@@ -15,32 +15,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from esper.cli.analyse import WIDE, analysis_parts, blueprint_parts, cells_table
 from esper.cli.runs import age
 from esper.cli.watch import STATE_STYLES, TWIN_OF, sparkline
-from esper.runs.analysis import (
-    ABOUT_BLUEPRINTS,
-    BLUEPRINT_HEADING,
-    SEED_HEADING,
-    Analysis,
-    BlueprintRow,
-    blueprint_cells,
-    how_measured,
-    pair_matrix,
-    pair_rows,
-    reason_cells,
-    seed_rows,
-    signed,
-)
+from esper.runs.analysis import ABOUT_BLUEPRINTS, Analysis, BlueprintRow, signed
 from esper.runs.catalog import settings_of
 from esper.runs.compare import shown_setting
 from esper.runs.health import problem_in_words
 from esper.runs.opponents import clock, result_of
 from esper.text_table import figure
 
-WIDE = 110  # columns of a terminal that shows all columns of tables
 FEW = 12  # rows of a long list until it is opened
-STRONGEST = 10  # pairs of seeds that are shown if the matrix of all does not fit
-HIDDEN = ("rolled back", "cells", "FLOPs", "alone", "outcome", "if removed now")  # columns that a narrow terminal does not show
 LIGHT_STYLES = {"green": "green", "yellow": "yellow", "red": "bold red"}
 # Stage -> its word, its letter in a timeline, and its style.
 STAGES = {
@@ -82,17 +67,6 @@ def _table(*headings: str, left: int = 0) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", show_header=bool(headings))
     for place, heading in enumerate(headings):
         table.add_column(heading, justify="left" if place < left else "right", overflow="fold")
-    return table
-
-
-def cells_table(heading: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int], width: int) -> Table:
-    """Return a table of finished texts. A narrow terminal does not show the columns in HIDDEN."""
-    shown = [place for place, name in enumerate(heading) if width >= WIDE or name not in HIDDEN]
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for place in shown:
-        table.add_column(heading[place], justify="right" if place in numbers else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(row[place]) for place in shown))
     return table
 
 
@@ -366,37 +340,6 @@ def _cost(steps: int | None, seconds: float | None) -> str:
     if steps is None:
         return ""
     return f"{steps:,} {'step' if steps == 1 else 'steps'}" + (f" and {seconds:.1f} s" if seconds else "")
-
-
-# Blueprints and Shapley values
-
-
-def blueprint_parts(rows: Sequence[BlueprintRow], width: int) -> list[RenderableType]:
-    """Return what became of every blueprint, and why seeds were removed or actions refused."""
-    parts: list[RenderableType] = [cells_table(BLUEPRINT_HEADING, blueprint_cells(rows), numbers=range(1, 11), width=width)]
-    if lines := reason_cells(rows):
-        parts += ["", Text("removed seeds and refused actions")]
-        parts.append(cells_table(("blueprint", "what", "times", "why"), lines, numbers=(2,), width=width))
-    return parts
-
-
-def analysis_parts(found: Analysis, width: int) -> list[RenderableType]:
-    """Return the Shapley values of the seeds and the interaction of pairs, by the loss and by every metric."""
-    parts: list[RenderableType] = []
-    for measure in found.measures:
-        title = measure.name
-        if measure.without is not None and measure.with_all is not None and measure.gain is not None:
-            title += f": {figure(measure.without)} without seeds, {figure(measure.with_all)} with all, gain {signed(measure.gain)}"
-        parts += ["", Text(title), cells_table(SEED_HEADING, seed_rows(found, measure), numbers=range(3, len(SEED_HEADING)), width=width)]
-        names = [seed.name for seed in found.seeds]
-        if measure.pairs and sum(max(len(name), 9) + 2 for name in ("", *names)) <= width:
-            parts += ["", Text("interaction of pairs: + they help each other, − they do the same work; * the interval is without 0")]
-            parts.append(cells_table(("", *names), pair_matrix(found, measure), numbers=range(1, len(names) + 1), width=WIDE))
-        elif measure.pairs:
-            count = len(measure.pairs)
-            parts += ["", Text(f"the strongest interactions of the {count} pairs: + they help each other, − they do the same work")]
-            parts.append(cells_table(("seed", "and seed", "interaction"), pair_rows(measure, STRONGEST), numbers=(2,), width=width))
-    return [*parts, "", Text(how_measured(found))]
 
 
 def _analysis(page: dict[str, Any], width: int) -> list[Part]:

@@ -57,7 +57,7 @@ figcaption { font-size: 0.9rem; font-weight: 600; }
 .hosts svg { max-width: 14rem; } summary { cursor: pointer; } .hosts summary { list-style: none; } small { color: var(--soft); }
 b.good { color: var(--fossilized); } b.trouble { color: var(--trouble); }
 pre { background: var(--panel); border-radius: 8px; font-size: 0.85rem; overflow-x: auto; padding: 0.8rem; }
-@media (max-width: 560px) { svg text { font-size: 21px; } svg.small text { font-size: 13px; }
+@media (max-width: 560px) { svg text { font-size: 19px; } svg.small text { font-size: 13px; }
   body { margin-top: 1rem; } td, th { padding-right: 0.6rem; } td:last-child:not(.number) { min-width: 14rem; } }
 @media print { .hover { display: none; } section { break-inside: avoid; } }
 """

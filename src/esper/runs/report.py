@@ -2,8 +2,8 @@
 
     write_run_report("runs/cue-0")
 
-The page is made from the events so far, also of a run that is under way or was killed: main figures, curves, health, evaluation, and the
-settings. Growth runs have a report of their own, `esper.growth.report`.
+The page is made from the events so far, also of a run that is under way or was killed, and has the same parts as the page of the run in
+the dashboard. Growth runs have a report of their own, `esper.growth.report`.
 """
 
 from __future__ import annotations
@@ -249,7 +249,9 @@ def _controller_sections(run: Run) -> list[str]:
     if found["rounds"]:
         number = found["rounds"][-1]
         lives = [_life(life) for life in story.lives(run, number)]
-        sections.append(section(f"Hosts of round {number}, the newest", note(ABOUT_HOSTS), '<div class="hosts">', *lives, "</div>"))
+        sections.append(
+            section(f"Hosts of round {number}, the newest", note(ABOUT_HOSTS), HOST_LEGEND, '<div class="hosts">', *lives, "</div>")
+        )
     return sections + sections_about_seeds(run)
 
 
@@ -268,7 +270,7 @@ def _life(life: Mapping[str, Any]) -> str:
     utility = "good" if life["utility"] > 0 else "trouble" if life["utility"] < 0 else ""
     head = f"{life['rent_level']} rent · {life['kept']}/{life['grown']} kept"
     lines = [
-        (f"segment {entry['epoch']}", f"seed {seed['number']}: {seed['blueprint']} after {seed['slot']}", entry["stage"].lower(),
+        (str(entry["epoch"]), f"seed {seed['number']}: {seed['blueprint']} after {seed['slot']}", entry["stage"].lower(),
          str(entry["reason"]))
         for seed in life["seeds"]
         for entry in seed["stages"]
@@ -279,7 +281,7 @@ def _life(life: Mapping[str, Any]) -> str:
         f"{life['rollbacks']} rollbacks."
     )
     nothing = "The log has no stages of its seeds." if life["grown"] else "The controller grew nothing in this host."
-    inside = table(("when", "seed", "stage", "why"), lines) if lines else f"<p>{nothing}</p>"
+    inside = table(("segment", "seed", "stage", "why"), lines, numbers=(0,)) if lines else f"<p>{nothing}</p>"
     return (
         f'<details><summary>{_life_drawing(life)}<small>{escape(head)}</small> <b class="{utility}">{figure(life["utility"], 3, sign="+")}'
         f'</b></summary><p>{escape(words)}</p><div class="wide">{inside}</div></details>'
@@ -320,9 +322,13 @@ ABOUT_UTILITY = (
     "those with the most hosts."
 )
 ABOUT_HOSTS = (
-    "Validation loss of each host (solid) beside its twin, which never grows (dashed). Dots: a seed germinated (violet), was kept "
-    "(green) or pruned (brown). Open a host to see its life."
+    "Validation loss of each host (solid) beside its twin, which never grows (dashed). Dots tell when a seed germinated, was kept or was "
+    "pruned. Open a host to see its life."
 )
+HOST_LEGEND = '<div class="legend">' + "".join(
+    f'<span class="mark" style="--of:var(--{colour})">{word}</span>'
+    for colour, word in (("germinated", "germinated"), ("fossilized", "kept"), ("pruned", "pruned"))
+) + "</div>"  # fmt: skip
 
 
 # Arena
