@@ -11,6 +11,7 @@ import re
 import select
 import statistics
 import struct
+import subprocess
 import sys
 import termios
 import time
@@ -249,24 +250,24 @@ def test_keys_are_read_from_what_a_terminal_sends() -> None:
 @pytest.mark.slow
 def test_the_command_follows_keys_in_a_real_terminal_and_leaves_it_as_it_was(tmp_path: Path) -> None:
     made_ppo(tmp_path / "runs" / "cue", [0.0, 1.0])
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execv(sys.executable, [sys.executable, "-m", "esper.cli.main", "watch", "--terminal", str(tmp_path / "runs")])
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 100, 0, 0))
-    before, said, end = termios.tcgetattr(terminal)[3], b"", time.monotonic() + 60
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 100, 0, 0))
+    before, said, end = termios.tcgetattr(theirs), b"", time.monotonic() + 60
+    command = [sys.executable, "-m", "esper.cli.main", "watch", "--terminal", str(tmp_path / "runs")]
     keys = {b"Enter open": b"\n", b"r all runs": b"q"}  # text on the screen -> the key to press then
-    while time.monotonic() < end:
-        if select.select([terminal], [], [], 0.1)[0]:
-            try:
-                said += os.read(terminal, 65536)
-            except OSError:  # the command has ended
-                break
-        for text in [text for text in keys if text in said]:
-            os.write(terminal, keys.pop(text))
-    assert os.waitpid(pid, 0)[1] == 0, said.decode(errors="replace")
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as process:
+        while process.poll() is None and time.monotonic() < end:
+            if select.select([ours], [], [], 0.1)[0]:
+                said += os.read(ours, 65536)
+            for text in [text for text in keys if text in said]:
+                os.write(ours, keys.pop(text))
+        process.kill()
+    assert process.returncode == 0, said.decode(errors="replace")
     assert keys == {}
     assert b"cue \xc2\xb7 ppo" in re.sub(rb"\x1b\[[0-9;]*m", b"", said)
-    assert before & termios.ECHO
+    assert termios.tcgetattr(theirs) == before
+    os.close(ours)
+    os.close(theirs)
 
 
 # Help
