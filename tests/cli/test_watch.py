@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import statistics
 import struct
 import subprocess
@@ -241,6 +242,20 @@ def test_a_page_longer_than_the_terminal_scrolls_and_opens(tmp_path: Path) -> No
     tall = press(screen, "o", "<", "home", height=300)
     assert any(line.startswith("hosts of round 1") for line in tall), "the round before the newest"
     assert any(line.startswith("hosts of round 2") for line in press(screen, ">", height=300))
+
+
+def test_the_view_of_a_run_is_made_again_only_if_something_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    folder = make_run(tmp_path / "run", "ppo", updates(2))
+    screen = screen_of(folder)
+    screen.view(80)
+    view = screen.view(80)
+    assert screen.view(80) is view
+    with (folder / "events.jsonl").open("a") as log:
+        log.write(json.dumps({**updates(3)[-1], "mean_return": 7.25, "time": 2.0, "run": "run", "rank": 0}) + "\n")
+    assert any("7.2500" in line for line in press(screen, height=60))
+    shutil.rmtree(folder)
+    assert "was moved or removed" in " ".join(press(screen))
 
 
 def test_keys_are_read_from_what_a_terminal_sends() -> None:

@@ -45,6 +45,7 @@ Keys in the terminal: arrows or j and k move, Space and b turn pages, Enter open
 lives of seeds and hosts, all lists and the settings, < and > change the round of a controller's hosts, r shows all runs, q ends."""
 
 EVERY_S = 1.0
+AGES_EVERY_S = 5.0  # a run that writes nothing is looked at anew this often, since it may have died
 BLOCKS = "▁▂▃▄▅▆▇█"
 STATE_STYLES = {"running": "bold cyan", "finished": "green", "stopped": "yellow", "dead": "bold red", "empty": "dim"}
 OF_TWINS = ("epoch_ended/val_loss", "epoch_ended/metrics/")  # series of twins that are shown beside those of their runs
@@ -104,10 +105,15 @@ def _show_in_terminal(paths: Sequence[Path]) -> CommandResult:
     with console.status("reading the runs"):
         first = screen.view(console.width)
     with _keys() as wait_for_keys, Live(Window(screen, first), console=console, auto_refresh=False, screen=True) as live:
+        shown, size = first, console.size
         while not screen.is_over:
-            for key in wait_for_keys(EVERY_S):
+            keys = wait_for_keys(EVERY_S)
+            for key in keys:
                 screen.press(key, page=max(console.height - 2, 1))
-            live.update(Window(screen, screen.view(console.width)), refresh=True)
+            view = screen.view(console.width)
+            if keys or view is not shown or console.size != size:
+                live.update(Window(screen, view), refresh=True)
+            shown, size = view, console.size
     return CommandResult({"runs": len(watcher.overview()["runs"])})
 
 
@@ -130,6 +136,7 @@ class Screen:
         self.has_rounds = False  # whether the shown run has several of them
         self.top = 0  # first line of the window
         self.is_over = False
+        self._kept: tuple[tuple[Any, ...], RenderableType] | None = None  # what the view of a run was made from, and the view
 
     def press(self, key: str, *, page: int) -> None:
         """React to a key. `page` is the number of lines of the window."""
@@ -167,7 +174,16 @@ class Screen:
         return f"↑ ↓ move · Enter open · x choose{chosen} · q end"
 
     def view(self, width: int) -> RenderableType:
-        """Return what is shown now, with the newest events."""
+        """Return what is shown now, with the newest events. The view of a run is the same object until something has changed."""
+        if self.run_name is None:
+            return self._new_view(width)
+        files = self.watcher.stamp(self.run_name)
+        made_from = (self.run_name, width, self.is_open, self.back, files, int(time.monotonic() / AGES_EVERY_S))
+        if self._kept is None or self._kept[0] != made_from or not files:
+            self._kept = made_from, self._new_view(width)
+        return self._kept[1]
+
+    def _new_view(self, width: int) -> RenderableType:
         from esper.cli.watch_views import comparison_view, run_view, runs_table
         from esper.runs.sections import CHARTS, SYSTEM, system_figures
 
