@@ -315,3 +315,17 @@ def test_names_of_runs_are_known_to_the_watcher_of_several_folders(tmp_path: Pat
     folders = [made_ppo(tmp_path / place / "cue", [1.0]) for place in ("one", "two")]
     watcher = Watcher(*folders, cache=tmp_path / "cache")
     assert [row["id"] for row in watcher.overview()["runs"]] == [name_in_address(folder) for folder in reversed(folders)]
+
+
+@pytest.mark.slow
+@pytest.mark.extra("nicegui")
+def test_several_runs_open_their_comparison_in_the_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from esper.dashboard import watch
+
+    folders = [made_ppo(tmp_path / f"cue-{seed}", [1.0], seed=seed) for seed in (0, 1)]
+    places: list[str] = []
+    monkeypatch.setattr(watch, "_serve", lambda app, *, place, **options: places.append(place))
+    watch.serve_runs(*folders)
+    watch.serve_runs(folders[0])
+    watch.serve_runs(tmp_path, folders[0])
+    assert places == [f"#/compare/{name_in_address(folders[0])},{name_in_address(folders[1])}", "", ""]
