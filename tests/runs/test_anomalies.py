@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
+from esper.controller.training import prepare_controller
+from esper.growth import grow
+from esper.league.training import prepare_arena
 from esper.rl import PPO
 from esper.rl.config import NetworkConfig, PPOConfig
+from esper.runs import Event
 from esper.runs.anomalies import (
     ADVICE,
     Anomaly,
@@ -27,7 +34,10 @@ from esper.runs.anomalies import (
     Vanished,
     resident_bytes,
 )
+from esper.tasks import Split, load_task
 from esper.vecenv import Actions, Timestep, VecEnv, make
+from tests.controller.test_training import CONFIG as SMALL_CONTROLLER
+from tests.league.arenas import small_training
 
 UPDATES = 20  # within which a fault must be found
 
@@ -98,6 +108,25 @@ def test_inputs_drift_if_they_grow_or_no_longer_vary() -> None:
     assert events_of(InputDrift("obs", largest=3.0), *usual, (9.0, 5.0), (8.0, 4.0)) == [(8, False)]
     assert events_of(InputDrift("obs", largest=3.0), *usual, *[(1.0, 0.0)] * 8) == [(13, False)]
     assert events_of(InputDrift("obs", largest=3.0), *[(1.0, 0.9), (0.5, 0.0), (0.5, 0.0)] * 8) == []  # a rare signal
+
+
+def test_inputs_without_a_normaliser_are_measured_by_their_usual_size() -> None:
+    usual = [(0.3, 0.1)] * 8
+    drift = {"largest": 4.0, "is_relative": True}
+    assert events_of(InputDrift("obs", **drift), *usual, (1.1, 0.1), (1.3, 0.1)) == [(9, False)]
+    assert events_of(InputDrift("obs", **drift), *[(30.0, 10.0)] * 8) == []
+    assert events_of(InputDrift("obs", **drift), *[(0.0, 0.0)] * 8, (0.3, 0.1)) == []  # nothing to compare with
+    early = events_of(InputDrift("obs", **drift, skipped=0), *usual[:3], (1.3, 0.1))
+    assert early == [(3, False)]
+
+
+def test_inputs_whose_saved_state_has_no_usual_size_are_checked_by_their_spread_alone() -> None:
+    saved = InputDrift("obs", largest=4.0, is_relative=True)
+    events_of(saved, *[(0.3, 0.1)] * 8)
+    state = {name: value for name, value in saved.state_dict().items() if name != "usual_size"}
+    resumed = InputDrift("obs", largest=4.0, is_relative=True)
+    resumed.load_state_dict(state)
+    assert events_of(resumed, (9.0, 0.1), *[(9.0, 0.0)] * 6) == [(6, False)]
 
 
 def test_memory_grows_if_every_update_adds_to_it() -> None:
@@ -277,20 +306,75 @@ def test_tensors_that_a_callback_keeps_are_a_growth_of_memory() -> None:
     assert anomaly.value == pytest.approx(16 * 2**20, rel=0.5)
 
 
-HEALTHY = (
-    *(("cue", {"delay": 2}, seed) for seed in range(6)),
-    *(("conditional", {}, seed) for seed in range(5)),
-    *(("cartpole-hidden", {}, seed) for seed in range(5)),
-    *(("pendulum-hidden", {"max_steps": 50}, seed) for seed in range(4)),
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [lambda obs: 100 * obs, torch.zeros_like], ids=["larger", "constant"])
+def test_observations_of_self_play_that_leave_their_range_are_a_drift_of_the_inputs(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with self_play(seed=0) as ppo:
+        ppo.collector.env = Broken(ppo.env, change, after=7 * ppo.config.num_steps)
+        anomaly = assert_found("input_drift", ppo, subject="obs", updates=14)
+    assert 7 * ppo.steps_per_update < anomaly.step
+
+
+@contextlib.contextmanager
+def self_play(seed: int) -> Iterator[PPO]:
+    """A learner in short battles, without trials for the league."""
+    config = small_training(selfplay={"enter_every": 1000}, ppo={"num_steps": 2, "bptt_length": 2, "seed": seed})
+    with prepare_arena(config) as (ppo, _):
+        yield ppo
+
+
+def of_ppo(env: str, seed: int, **env_args: Any) -> list[Anomaly]:
+    return anomalies_of(learner(env, env_args=env_args, seed=seed, num_minibatches=2, learning_rate=3e-3))
+
+
+def of_self_play(seed: int) -> list[Anomaly]:
+    with self_play(seed) as ppo:
+        return anomalies_of(ppo)
+
+
+def of_controller(seed: int) -> list[Anomaly]:
+    settings = msgspec.structs.replace(SMALL_CONTROLLER, rounds=6, ppo=msgspec.structs.replace(SMALL_CONTROLLER.ppo, seed=seed))
+    with prepare_controller(settings) as (ppo, _):
+        return anomalies_of(ppo, settings.rounds)
+
+
+def of_growth(name: str, seed: int) -> list[Anomaly]:
+    """Grow a small host on some samples of a task. Three seeds begin in the first epoch."""
+    task, found = load_task(name), list[Anomaly]()
+
+    def batches(part: Split, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return list(zip(part.inputs[:size].split(32), part.targets[:size].split(32), strict=True))
+
+    def collect(event: Event) -> None:
+        if isinstance(event, Anomaly):
+            found.append(event)
+
+    grow(
+        task.make_host("starved", seed=seed),
+        batches(task.train, 128),
+        batches(task.validation, 64),
+        cross_entropy,
+        epochs=8,
+        controller="schedule",
+        progress=False,
+        callbacks=[collect],
+    )
+    return found
+
+
+HEALTHY: tuple[tuple[Callable[..., list[Anomaly]], dict[str, Any]], ...] = (
+    *((of_growth, {"name": name, "seed": seed}) for name in ("digits", "digits-1d") for seed in range(2)),
+    *((of_controller, {"seed": seed}) for seed in range(2)),
+    *((of_self_play, {"seed": seed}) for seed in range(2)),
+    *((of_ppo, {"env": "cue", "delay": 2, "seed": seed}) for seed in range(3)),
+    *((of_ppo, {"env": "conditional", "seed": seed}) for seed in range(3)),
+    *((of_ppo, {"env": "cartpole-hidden", "seed": seed}) for seed in range(3)),
+    *((of_ppo, {"env": "pendulum-hidden", "max_steps": 50, "seed": seed}) for seed in range(3)),
 )
 
 
 @pytest.mark.slow
-def test_twenty_healthy_trainings_raise_at_most_one_alarm_in_all() -> None:
-    alarms = [
-        (env, seed, anomaly)
-        for env, env_args, seed in HEALTHY
-        for anomaly in anomalies_of(learner(env, env_args=env_args, seed=seed, num_minibatches=2, learning_rate=3e-3))
-    ]
+def test_twenty_healthy_trainings_of_all_kinds_raise_at_most_one_alarm_in_all() -> None:
     assert len(HEALTHY) == 20
+    alarms = [(training.__name__, settings, anomaly) for training, settings in HEALTHY for anomaly in training(**settings)]
     assert len(alarms) <= 1, alarms

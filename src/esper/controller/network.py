@@ -14,7 +14,7 @@ E = width of the summary, H = width of the core.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +109,14 @@ class SlotEncoder(nn.Module):
 
 class PointerActor(nn.Module):
     """Computes the logits of all heads from [B, H + E + S·D + S·K·C]: core output, summary, slots, candidates."""
+
+    # Layers that serve some heads only. Without `retarget` among the ops, alpha never matters, and its layer has no gradient.
+    heads_of_layers: ClassVar[dict[str, tuple[str, ...]]] = {
+        "wanted_slots": ("slot",),
+        "context.0": ("blueprint", "alpha"),
+        "wanted_candidates": ("blueprint",),
+        "alpha": ("alpha",),
+    }
 
     def __init__(self, config: SlotNetworkConfig, *, core_width: int, slots: int, blueprints: int) -> None:
         super().__init__()

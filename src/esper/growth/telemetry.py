@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import inspect
-import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +39,7 @@ DEGRADATION = 0.25  # share of the best fall of a loss that is lost again
 NOISE = 0.1  # of a loss: a smaller rise is no degradation
 LEAST_HEALTH = 0.3  # of a seed's gradients
 MEMORY_GROWTH = 8 * 2**20  # bytes per epoch
-LARGEST_INPUTS = 4.0  # size of the inputs as a multiple of that in the first epoch
+LARGEST_INPUTS = 4.0  # size of the inputs as a multiple of that in the first epochs
 SMALL_RATE = 0.05  # of the largest learning rate so far: below it, the loss need not fall
 
 _KINDS = tuple(
@@ -143,10 +142,6 @@ class SinksWithoutLog:
 class GrowthMonitor(Monitor):
     """Finds anomalies in the epochs of a growing training."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first_inputs: dict[str, dict[str, float]] = {}  # size and spread of the inputs in the first epoch, by name
-
     def see(
         self,
         ended: EpochEnded,
@@ -157,7 +152,7 @@ class GrowthMonitor(Monitor):
     ) -> list[Anomaly]:
         """Return the anomalies that begin or end with this epoch. `uninformed` is the loss of a constant predictor, None if unknown.
 
-        `inputs` are size and spread of the inputs in the first batch, by name. They are compared with those of the first epoch.
+        `inputs` are size and spread of the inputs in the first batch, by name. They are compared with those of the first epochs.
         """
         epoch, seen = ended.epoch, list[Anomaly | None]()
         self.largest_rate = max(self.largest_rate, ended.learning_rate)
@@ -172,9 +167,8 @@ class GrowthMonitor(Monitor):
             health = self.detector(Threshold, slot.slot, what="gradient_health", below=LEAST_HEALTH)
             seen.append(health.see(slot.health, step=epoch))
         for name, now in (inputs or {}).items():
-            first = self.first_inputs.setdefault(name, dict(now))
-            size, spread = (now[key] / first[key] if first[key] else math.nan for key in ("size", "spread"))
-            seen.append(self.detector(InputDrift, name, largest=LARGEST_INPUTS).see(size, spread, step=epoch))
+            drift = self.detector(InputDrift, name, largest=LARGEST_INPUTS, is_relative=True, skipped=0)
+            seen.append(drift.see(now["size"], now["spread"], step=epoch))
         for place, used in memory.items():
             seen.append(self.detector(MemoryGrowth, place, limit=MEMORY_GROWTH).see(used, step=epoch))
         return [anomaly for anomaly in seen if anomaly is not None]
@@ -233,9 +227,8 @@ class GrowthTelemetry(Telemetry):
         self._anomalies, self.layer_norms, self.inputs = [], {}, {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.monitor.state_dict(), **super().state_dict(), "first_inputs": self.monitor.first_inputs}
+        return {**self.monitor.state_dict(), **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.monitor.load_state_dict(state)
-        self.monitor.first_inputs = {name: dict(values) for name, values in state.get("first_inputs", {}).items()}
         super().load_state_dict(state)

@@ -41,7 +41,8 @@ Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
 BINS = 8  # of the critic's calibration
 LOOKS = 4  # steps of a rollout after which the size of the memory is noted
-MOST_SEEN = 2048  # about as many steps of a rollout give the statistics of the inputs
+MOST_SEEN, LEAST_SEEN = 2048, 64  # about as many steps of a rollout give the statistics of the inputs; fewer where a step has many numbers
+MOST_NUMBERS = 2**18  # in these steps, as far as LEAST_SEEN allows
 
 
 @dataclass
@@ -120,7 +121,7 @@ class Batch:
     # Those of this rank, for diagnostics.
     calibration: Tensor  # [BINS, 4], see `calibration`
     hidden_state: Tensor  # [] root mean square of the memory after the step where it is largest; nan without a memory
-    inputs: dict[str, tuple[Tensor, Tensor]]  # name of a normalised observation -> size and spread, [] each
+    inputs: dict[str, tuple[Tensor, Tensor]]  # name of a floating-point observation, normalised if all are -> size and spread, [] each
 
     def counts(self, minibatches: Sequence[Fragments], group: Group = ALONE) -> list[Counts]:
         """Return for each minibatch the number of real steps, and of those where each head mattered, summed over all ranks."""
@@ -201,7 +202,7 @@ def prepare(rollout: Rollout, policy: Policy, config: PPOConfig, reward_normaliz
         return_spread=all_returns.std(correction=0),
         calibration=calibration(rollout, rewards, gamma=config.gamma),
         hidden_state=rollout.hidden_squares.mean(1).amax().sqrt(),
-        inputs={} if policy.normalizer is None else {name: _size_and_spread(obs[name]) for name in policy.normalizer.names},
+        inputs={name: _size_and_spread(value) for name, value in obs.items() if value.is_floating_point()},
     )
 
 
@@ -234,9 +235,11 @@ def calibration(rollout: Rollout, rewards: Tensor, *, gamma: float) -> Tensor:
 
 
 def _size_and_spread(inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the root mean square of normalised inputs [M, ...], and the spread of each over the steps, averaged. Looks at some steps."""
-    seen = inputs[:: max(1, len(inputs) // MOST_SEEN)].float()
-    variance, mean = torch.var_mean(seen, dim=0, correction=0)
+    """Return the root mean square of inputs [M, ...], and the spread of each over the steps, averaged. Looks at some steps."""
+    wanted = max(LEAST_SEEN, min(MOST_SEEN, MOST_NUMBERS * len(inputs) // max(1, inputs.numel())))
+    seen = inputs[:: max(1, len(inputs) // wanted)].float()
+    mean = seen.mean(0)
+    variance = (seen - mean).square().mean(0)  # in two passes, which on the CPU takes a fraction of the time of torch.var_mean
     return (variance + mean.square()).mean().sqrt(), variance.sqrt().mean()
 
 

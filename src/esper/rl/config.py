@@ -40,7 +40,7 @@ class ThresholdsConfig(Config):
     gradient_health: Fraction = 0.3  # anomaly below this health of a part's gradients: 1 healthy, 0.5 vanished, 0 exploded
     vanished_updates: PositiveInt = 5  # anomaly if the gradient of a part has vanished in this many updates in a row
     hidden_state: PositiveFloat = 10.0  # anomaly above this root mean square of the memory
-    input_drift: PositiveFloat = 4.0  # anomaly above this root mean square of normalised observations; it is 1 in training so far
+    input_drift: PositiveFloat = 4.0  # anomaly above this size of observations, over that in training so far or, not normalised, at first
     plateau_updates: PositiveInt = 15  # anomaly if neither return nor critic is better than at first in this many updates
     degradation: Fraction = 0.5  # anomaly if this share of the best gain in return is lost again
     memory_growth: PositiveFloat = 8.0  # anomaly if every update adds memory, and this many MiB on average

@@ -120,9 +120,9 @@ SMALL_RATE = 0.05  # of the largest learning rate so far: below it, the policy n
 class LearnerMonitor(Monitor):
     """Finds anomalies in the updates of a learner. Every rank has one; that of rank 0 reports."""
 
-    def __init__(self, thresholds: ThresholdsConfig) -> None:
+    def __init__(self, thresholds: ThresholdsConfig, *, has_normalizer: bool) -> None:
         super().__init__()
-        self.thresholds = thresholds
+        self.thresholds, self.has_normalizer = thresholds, has_normalizer  # a normaliser of observations
 
     def see(
         self,
@@ -139,9 +139,10 @@ class LearnerMonitor(Monitor):
     ) -> list[Anomaly]:
         """Return the anomalies that begin or end with this update.
 
-        `mattered` tells for each discrete head whether it mattered; only the entropy of discrete heads has a lower bound and is checked.
-        `return_error` is the standard error of the mean return, nan if it is over too few episodes. `inputs` are size and spread of each
-        normalised observation, `memory` the bytes in use by place.
+        `mattered` tells for each discrete head, and for each layer that serves some heads only, whether it mattered; only the entropy of
+        discrete heads has a lower bound and is checked. `return_error` is the standard error of the mean return, nan if it is over too few
+        episodes. `inputs` are size and spread of each observation as the policy gets it, `memory` the bytes in use by place. Normalised
+        observations have had the size 1 in training so far; others are compared with their size in the first updates.
         """
         limits, step = self.thresholds, update.step
         self.largest_rate = max(self.largest_rate, update.learning_rate)
@@ -163,13 +164,14 @@ class LearnerMonitor(Monitor):
         threshold("low_explained_variance", "", update.explained_variance, below=limits.low_explained_variance, begins_after=5)
         for part, health in gradients.health.items():
             threshold("gradient_health", part, health, below=limits.gradient_health)
-            # A head that did not matter has no gradient.
+            # A head that did not matter has no gradient, nor have the layers that serve it alone.
             if mattered.get(part.removeprefix("head "), True):
                 vanished = self.detector(Vanished, part, what="gradient_health", begins_after=limits.vanished_updates)
                 seen.append(vanished.see(gradients.norms[part], step=step))
         threshold("hidden_state", "", hidden_state, above=limits.hidden_state)
         for name, (size, spread) in inputs.items():
-            seen.append(self.detector(InputDrift, name, largest=limits.input_drift).see(size, spread, step=step))
+            drift = self.detector(InputDrift, name, largest=limits.input_drift, is_relative=not self.has_normalizer)
+            seen.append(drift.see(size, spread, step=step))
         # Detectors look for a loss that does not fall, so they get the return with the opposite sign.
         loss = None if math.isnan(return_error) else -update.mean_return
         # A critic that learns is progress too: the return of a hard task may stand still for long.

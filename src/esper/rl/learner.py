@@ -68,7 +68,7 @@ class Outcome:
     mattered: list[bool]  # per head: whether it mattered in any step of the rollout
     calibration: NDArray[Any]  # [bins, 4] of this rank, see `esper.rl.batch.calibration`
     hidden_state: float  # root mean square of the memory of this rank at its largest; nan without a memory
-    inputs: dict[str, tuple[float, float]]  # normalised observation of this rank -> size (root mean square) and spread
+    inputs: dict[str, tuple[float, float]]  # floating-point observation of this rank -> size (root mean square) and spread
 
 
 class Learner:

@@ -147,7 +147,7 @@ class PPO:
         self.updates = 0
         self.skipped = 0  # gradient steps that were not finite so far
         self.telemetry = Telemetry()
-        self.monitor = LearnerMonitor(config.thresholds)
+        self.monitor = LearnerMonitor(config.thresholds, has_normalizer=config.normalize_observations)
         self._has_reward = True  # whether any reward of the last update was finite, over all ranks
         self._return_error = math.nan  # standard error of the last mean return; nan if it is over few episodes
         self._reported_bad_rewards = 0  # bad rewards of all ranks that events have reported so far
@@ -255,12 +255,16 @@ class PPO:
         memory = {"": resident_bytes()}
         if self.device.type == "cuda":
             memory["device"] = torch.cuda.memory_allocated(self.device)
+        mattered = {head.name: outcome.mattered[heads.index(head.name)] for head in self.env.action_spec.discrete}
+        # An actor of the user's own may tell which of its layers serve which heads only: these matter if one of the heads does.
+        for layer, served in getattr(self.policy.actor, "heads_of_layers", {}).items():
+            mattered[f"actor.{layer}"] = any(mattered.get(head, True) for head in served)
         anomalies = self.monitor.see(
             update,
             gradients,
             value_spread=outcome.value_spread,
             return_spread=outcome.return_spread,
-            mattered={head.name: outcome.mattered[heads.index(head.name)] for head in self.env.action_spec.discrete},
+            mattered=mattered,
             return_error=self._return_error,
             hidden_state=outcome.hidden_state,
             inputs=outcome.inputs,

@@ -91,7 +91,8 @@ class Detector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in self._STATE:
             old = getattr(self, name)
-            setattr(self, name, deque(state[name], old.maxlen) if isinstance(old, deque) else state[name])
+            value = state.get(name, old)  # a version without this attribute may have saved the state
+            setattr(self, name, deque(value, old.maxlen) if isinstance(old, deque) else value)
 
 
 class Threshold(Detector):
@@ -189,37 +190,44 @@ class Degradation(Detector):
 
 
 class InputDrift(Detector):
-    """Finds normalised inputs that leave their range: their size exceeds `largest`, or they no longer vary though they did.
+    """Finds inputs that leave their range: their size exceeds `largest`, or they no longer vary though they did.
 
-    The first readings are left out, because the normaliser knows nothing yet. The next ones define the usual spread. Inputs that vary
-    rarely, such as a signal every thousand steps, have updates without any; so only many of those in a row are an anomaly.
+    The first readings are left out, because a normaliser knows nothing yet, and because environments that have all just begun are alike.
+    The next ones define the usual size and spread. Inputs that no normaliser scales are measured by their usual size (`is_relative`): then
+    `largest` is a multiple of it. Inputs that vary rarely, such as a signal every thousand steps, have updates without any; so only many
+    of those in a row are an anomaly.
     """
 
-    _STATE = (*Detector._STATE, "seen", "usual", "frozen")
-    SKIPPED, USUAL = 2, 3  # number of first readings left out, and of those that define the usual spread
+    _STATE = (*Detector._STATE, "seen", "usual", "usual_size", "frozen")
+    USUAL = 3  # number of readings that define the usual size and spread
     LEAST = 0.05  # share of the usual spread below which the inputs do not vary
     FROZEN = 6  # readings in a row
 
-    def __init__(self, subject: str, *, largest: float) -> None:
+    def __init__(self, subject: str, *, largest: float, is_relative: bool = False, skipped: int = 2) -> None:
         super().__init__("input_drift", subject)
-        self.largest = largest
-        self.seen, self.frozen, self.usual = 0, 0, 0.0
+        self.largest, self.is_relative, self.skipped = largest, is_relative, skipped
+        self.seen, self.frozen, self.usual, self.usual_size = 0, 0, 0.0, 0.0
 
     def see(self, size: float | None, spread: float | None, *, step: int) -> Anomaly | None:
         """Take the root mean square of the inputs of an update, and the spread of each input over it, averaged over the inputs."""
         if size is None or spread is None or math.isnan(size + spread):
             return None
         self.seen += 1
-        counted = self.seen - self.SKIPPED
+        counted = self.seen - self.skipped
         if counted <= 0:
             return None
         if counted <= self.USUAL:
             self.usual += spread / self.USUAL
+            self.usual_size = max(self.usual_size, size)
         limit = self.LEAST * self.usual
         self.frozen = self.frozen + 1 if counted > self.USUAL and spread < limit else 0
         if self.frozen >= self.FROZEN:
             return self.decide(True, value=spread, limit=limit, step=step)
-        return self.decide(size > self.largest, value=size, limit=self.largest, step=step)
+        if not self.is_relative:
+            return self.decide(size > self.largest, value=size, limit=self.largest, step=step)
+        if not self.usual_size:  # inputs that were all zero have no usual size; nor has the state of a version that noted none
+            return self.decide(False, value=size, limit=math.inf, step=step)
+        return self.decide(size > self.largest * self.usual_size, value=size, limit=self.largest * self.usual_size, step=step)
 
 
 class MemoryGrowth(Detector):
