@@ -16,6 +16,7 @@ from esper.growth.lifecycle.stages import Fossilize, Germinate
 from esper.growth.metrics import accuracy
 from esper.growth.report.story import read_story
 from esper.growth.report.summary import comparison
+from esper.runs import Event
 from tests.commands import Terminal, shown_in_tensorboard
 from tests.growth.builders import QUICK, SLOTS, Batch, Data, Script, assert_same, config, make_data, make_host, make_loop
 
@@ -82,6 +83,28 @@ def test_metrics_need_no_forward_pass_of_their_own_and_leave_weights_and_decisio
     assert_same(results[0][1], results[1][1])
     assert results[0][2] == results[1][2]
     assert "kept" in results[0][2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [8, 5])
+def test_forward_passes_of_a_metric_change_no_contribution_of_a_seed_on_trial(size: int) -> None:
+    def shifted(model: nn.Module, batch: Batch) -> Tensor:
+        return accuracy(model(batch[0][:size] + 1), batch[1][:size])
+
+    measured: list[list[float | None]] = []
+    for metrics in (None, {"shifted": shifted}):
+        gains: list[float | None] = []
+
+        def note(event: Event, gains: list[float | None] = gains) -> None:
+            if isinstance(event, EpochEnded):
+                gains.extend(slot.gain for slot in event.slots)
+
+        script = Script({0: [Germinate("second", "test", "mlp")]})
+        options = {"step_loss": step_loss, "controller": script, "config": config(QUICK, **NAMED), "callbacks": [note]}
+        grow(make_host(), make_data(), make_data(3), epochs=5, metrics=metrics, **options)
+        measured.append(gains)
+    assert measured[0] == measured[1]
+    assert any(measured[0])
 
 
 def test_a_metric_of_the_model_sees_outputs_computed_anew_for_other_inputs() -> None:

@@ -9,7 +9,7 @@ got; any other call computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, SupportsFloat
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from esper.growth.batches import with_article
 from esper.growth.config import GrowthError
+from esper.growth.host.prefix_cache import unrecorded
 
 Metric = Callable[[Any, Any], Any]  # (outputs, targets), or (model, batch) beside a step_loss
 LONGEST_NAME = 80
@@ -72,11 +73,12 @@ def as_number(name: str, value: object) -> float:
 class MetricSums:
     """Values of the metrics over the batches of one evaluation. `recording` listens to the model; then call `note` after every batch.
 
-    `of_pairs` says that metrics are functions of outputs and targets, not of model and batch.
+    `of_pairs` says that metrics are functions of outputs and targets, not of model and batch. `ignored` are arguments of the model by name
+    that change the loss it returns but none of its other outputs, so that a metric may leave them out.
     """
 
-    def __init__(self, model: nn.Module, metrics: Mapping[str, Metric], *, of_pairs: bool) -> None:
-        self.model, self.metrics, self.of_pairs = model, metrics, of_pairs
+    def __init__(self, model: nn.Module, metrics: Mapping[str, Metric], *, of_pairs: bool, ignored: Sequence[str] = ()) -> None:
+        self.model, self.metrics, self.of_pairs, self.ignored = model, metrics, of_pairs, ignored
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []  # arguments and outputs of the model for this batch
         self._values: dict[str, list[Any]] = {name: [] for name in metrics}  # per batch; tensors are read at the end
         self._samples: list[int] = []
@@ -87,9 +89,11 @@ class MetricSums:
         if not self.metrics:
             yield
             return
-        handle = self.model.register_forward_hook(
-            lambda _, args, named, outputs: self._calls.append((args, named, outputs)), with_kwargs=True
-        )
+
+        def keep(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], outputs: Any) -> None:
+            self._calls.append((args, {name: value for name, value in named.items() if name not in self.ignored}, outputs))
+
+        handle = self.model.register_forward_hook(keep, with_kwargs=True)
         try:
             yield
         finally:
@@ -102,7 +106,8 @@ class MetricSums:
             return
         for name, function in self.metrics.items():
             try:
-                value = self._value(function, batch)
+                with unrecorded():
+                    value = self._value(function, batch)
             except Exception as error:
                 place = f" on {where}" if where else ""
                 raise GrowthError(f"the metric {name!r} failed{place}: {type(error).__name__}: {error}") from error

@@ -18,9 +18,11 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from esper.growth import GrowthConfig, GrowthError, Planned, load, save
-from esper.growth.events import StageEntered
+from esper.growth.events import EpochEnded, StageEntered
 from esper.growth.lifecycle.stages import Germinate
+from esper.growth.metrics import accuracy
 from tests.growth.builders import QUICK, QUICK_SHADOW, SLOTS, Script, assert_same, config, host_state, make_data, make_host
+from tests.growth.test_callbacks import EpochCounter, Kept
 
 EPOCHS = 4
 PLAN = [(1, "first", "mlp")]  # after one epoch
@@ -141,6 +143,50 @@ def test_in_lightning_a_planned_seed_is_kept_and_baked_into_an_equal_model(pl: M
         assert torch.equal(module(x), grown)
         assert not torch.equal(module.net.head(module.net.second(module.net.after(nn.Linear.forward(module.net.first, x)))), grown)
     assert "net.first.esper_seed.use_esper_load" in module.state_dict()
+
+
+def accuracy_of(module: nn.Module, batch: Any) -> Tensor:
+    return accuracy(module(batch[0]), batch[1])
+
+
+def test_in_lightning_metrics_callbacks_sinks_and_progress_are_those_of_grow(
+    pl: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = []
+    for options in ({}, {"metrics": {"accuracy": accuracy_of}}):
+        module, counter, sink, calls = make_module(pl), EpochCounter(), Kept(), list[int]()
+        module.net.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        growth = make_growth(planned(), callbacks=[counter], sinks=[sink], progress=bool(options), **options)
+        torch.manual_seed(0)
+        fit(pl, module, [growth], tmp_path)
+        assert counter.epochs == [1, 2, 3, 4]
+        results.append((len(calls), {name: value.clone() for name, value in module.state_dict().items()}))
+    assert results[0][0] == results[1][0]  # metrics need no forward pass of their own
+    assert_same(results[0][1], results[1][1])
+    ended = [record.event for record in sink.records if isinstance(record.event, EpochEnded)]
+    x, y = make_data(1, size=40)[0]
+    module.eval()
+    with torch.no_grad():
+        assert ended[-1].metrics == {"accuracy": pytest.approx(float(accuracy(module(x), y)))}
+    assert not sink.is_closed
+    growth.bake()
+    assert sink.is_closed
+    assert capsys.readouterr().err.count("accuracy ") == EPOCHS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"callbacks": print}, "callbacks must be a list"),
+        ({"sinks": [print]}, "belongs into callbacks"),
+        ({"metrics": {"accuracy": 0.5}}, "must be a function of a batch"),
+    ],
+)
+def test_wrong_callbacks_sinks_and_metrics_are_refused_where_the_lightning_callback_is_made(
+    pl: ModuleType, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(GrowthError, match=message):
+        make_growth(**options)
 
 
 def test_in_lightning_a_seed_in_the_shadow_leaves_the_host_bit_identical(pl: ModuleType, tmp_path: Path) -> None:
@@ -341,6 +387,35 @@ def test_in_transformers_a_planned_seed_is_kept_and_baked_into_an_equal_model(hu
         assert torch.equal(baked(letters).logits, grown)
         save(baked, tmp_path / "model.safetensors")
         assert torch.equal(load(tmp_path / "model.safetensors", model=make_gpt2()).eval()(letters).logits, grown)
+
+
+def letters_right(model: Any, batch: Any) -> Tensor:
+    return accuracy(model(**batch).logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:])
+
+
+def test_in_transformers_metrics_callbacks_sinks_and_progress_are_those_of_grow(
+    huggingface: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = []
+    for options in ({}, {"metrics": {"accuracy": letters_right}}):
+        model, counter, sink, calls = make_gpt2(), EpochCounter(), Kept(), list[int]()
+        model.transformer.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        plan = Planned([(1, PLACE, "mlp")])
+        growth = make_callback(huggingface, plan, callbacks=[counter], sinks=[sink], progress=bool(options), **options)
+        make_trainer(huggingface, growth, tmp_path, model).train()
+        assert counter.epochs == [1, 2, 3, 4]
+        results.append((len(calls), {name: value.clone() for name, value in model.state_dict().items()}))
+    assert results[0][0] == results[1][0]  # metrics need no forward pass of their own
+    assert_same(results[0][1], results[1][1])
+    ended = [record.event for record in sink.records if isinstance(record.event, EpochEnded)]
+    model.eval()
+    letters = Sentences(40).letters
+    with torch.no_grad():
+        right = float(letters_right(model, {"input_ids": letters, "labels": letters}))
+    assert ended[-1].metrics == {"accuracy": pytest.approx(right)}
+    growth.bake()
+    assert sink.is_closed
+    assert capsys.readouterr().err.count("accuracy ") == EPOCHS
 
 
 def test_a_model_that_transformers_saves_in_mid_growth_keeps_its_seeds(huggingface: ModuleType, tmp_path: Path) -> None:

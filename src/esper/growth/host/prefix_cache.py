@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,19 @@ Inputs = tuple[tuple[Tensor, int | None], ...]  # the tensors of a call of the m
 
 class PrefixCacheMismatch(RuntimeError):
     """A replayed forward pass differs from the recorded one."""
+
+
+_IS_UNRECORDED: ContextVar[bool] = ContextVar("is_unrecorded", default=False)
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Neither record nor replay forward passes inside the `with` block. They are no part of the evaluation, such as those of a metric."""
+    token = _IS_UNRECORDED.set(True)
+    try:
+        yield
+    finally:
+        _IS_UNRECORDED.reset(token)
 
 
 class PrefixCache:
@@ -110,6 +124,8 @@ class PrefixCache:
             self._counts = _prefix(self._calls, self._slot, self._unstorable)
 
         def run(forward: Forward, arguments: Any, named: Any) -> Any:
+            if _IS_UNRECORDED.get():
+                return forward(*arguments, **named)
             if keep_last:
                 self.clear()
             if self._is_cut or self._refusal:
@@ -136,6 +152,8 @@ class PrefixCache:
 
         def run(forward: Forward, arguments: Any, named: Any) -> Any:
             nonlocal position
+            if _IS_UNRECORDED.get():
+                return forward(*arguments, **named)
             position += 1
             if position > len(self._passes):
                 if self._is_cut or self._refusal:

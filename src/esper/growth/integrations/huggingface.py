@@ -16,8 +16,8 @@ the seeds out and report unexpected keys. The stages and optimisers of the seeds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,10 @@ from esper.growth.host.isolation import isolated
 from esper.growth.host.slotted import Slotted, add_slots
 from esper.growth.host.state_dict import SeedsIgnored
 from esper.growth.lifecycle.stages import Controller
+from esper.growth.metrics import Metric, MetricSums, check_functions
+from esper.growth.telemetry import check_callbacks, check_sinks
 from esper.growth.training_loop import checked, size_of
-from esper.runs import CheckpointStore, Event
+from esper.runs import CheckpointStore, Event, Sink
 
 FOLDER, KIND = "growth", "growth in transformers"
 
@@ -43,7 +45,12 @@ class GrowthTrainerCallback(TrainerCallback):
     """Callback of one GrowthTrainer that grows its model during `train`. It owns a grower; `grower.ledger` lists the tried seeds.
 
     Seeds are judged by the trainer's `eval_dataset` after every epoch, whether or not the trainer evaluates then. `example_input` is an
-    input of the model; by default the first batch of `eval_dataset`. The other settings are those of `Grower`.
+    input of the model; by default the first batch of `eval_dataset`.
+
+    `metrics` maps names to functions `fn(model, batch)` that return one number, as beside the `step_loss` of `esper.grow`; a batch is a
+    dictionary, and `model(**batch)` returns the outputs that the loss was computed from. They are computed on `eval_dataset` after every
+    epoch, and are in the events. `progress`, `on_event`, `callbacks` (of events, not of the Trainer), `sinks` and the other settings are
+    those of `Grower`. Sinks are closed by `bake`, and when a second `train` begins; pass open ones to another callback.
     """
 
     def __init__(
@@ -52,9 +59,15 @@ class GrowthTrainerCallback(TrainerCallback):
         example_input: Any = None,
         controller: Controller | str = "heuristic",
         config: GrowthConfig | None = None,
-        on_event: Callable[[Event], None] = lambda event: None,
+        metrics: Mapping[str, Metric] | None = None,
+        progress: bool = False,
+        on_event: Callable[[Event], None] | None = None,
+        callbacks: Sequence[Any] = (),
+        sinks: Sequence[Sink] = (),
     ) -> None:
-        self.example_input, self.controller, self.config, self.on_event = example_input, controller, config or GrowthConfig(), on_event
+        self.example_input, self.controller, self.config = example_input, controller, config or GrowthConfig()
+        self.metrics, self.progress, self.on_event = check_functions(metrics), progress, on_event
+        self.callbacks, self.sinks = check_callbacks(callbacks), check_sinks(sinks)
         self.grower: Grower | None = None
         self.trainer: Trainer | None = None
         self.resumed: Path | None = None  # checkpoint from which this training resumes
@@ -153,7 +166,10 @@ class GrowthTrainerCallback(TrainerCallback):
             controller=self.controller,
             config=self.config,
             epochs=epochs,
+            progress=self.progress,
             on_event=self.on_event,
+            callbacks=self.callbacks,
+            sinks=self.sinks,
         )
 
     # Losses
@@ -161,15 +177,22 @@ class GrowthTrainerCallback(TrainerCallback):
     def _end_epoch(self) -> None:
         grower = self._grower()
         if grower.history.steps:  # otherwise the grower has ended this epoch already
-            grower.after_epoch(lambda: list(self._evaluate(grower)))
+            # The Trainer adds the number of tokens, by which the loss is divided, to the batch.
+            sums = MetricSums(self._trainer().model, self.metrics, of_pairs=False, ignored=("num_items_in_batch",))
+            passes = iter([sums])  # the metrics are computed in the first pass, with all seeds on
+            metrics = {name: partial(sums.mean, name) for name in self.metrics}
+            grower.after_epoch(lambda: list(self._evaluate(grower, next(passes, None))), metrics=metrics)
 
-    def _evaluate(self, grower: Grower) -> Iterator[tuple[Tensor, int]]:
-        """Yield the loss and the size of every validation batch, without drawing from the random streams of the training."""
+    def _evaluate(self, grower: Grower, sums: MetricSums | None) -> Iterator[tuple[Tensor, int]]:
+        """Yield the loss and the size of every validation batch, without drawing from the random streams of the training.
+
+        `sums` takes the metrics of every batch, from the same forward passes.
+        """
         trainer = self._trainer()
-        with isolated(trainer.model):
+        with isolated(trainer.model), nullcontext() if sums is None else sums.recording():
             trainer.model.eval()
             for loader in self._loaders:
-                for batch in loader:
+                for number, batch in enumerate(loader, start=1):
                     loss, _, _ = trainer.prediction_step(trainer.model, batch, prediction_loss_only=True)
                     if loss is None:
                         raise GrowthError(
@@ -177,6 +200,9 @@ class GrowthTrainerCallback(TrainerCallback):
                         )
                     yield loss, size_of(batch)
                     grower.count_evaluation(size_of(batch))
+                    if sums is not None:
+                        with trainer.compute_loss_context_manager(), torch.no_grad():
+                            sums.note(batch, size_of(batch), where=f"batch {number} of eval_dataset")
 
     def _loss(self, batch: Mapping[str, Any]) -> Tensor:
         """Compute the loss of a training batch once more."""

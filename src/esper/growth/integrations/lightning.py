@@ -13,8 +13,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,10 @@ from esper.growth.host.isolation import isolated
 from esper.growth.host.slotted import Slotted, add_slots
 from esper.growth.host.state_dict import SeedsIgnored
 from esper.growth.lifecycle.stages import Controller
+from esper.growth.metrics import Metric, MetricSums, check_functions
+from esper.growth.telemetry import check_callbacks, check_sinks
 from esper.growth.training_loop import checked, move, size_of
-from esper.runs import Event
+from esper.runs import Event, Sink
 
 
 def _callback_class() -> Any:
@@ -55,8 +57,12 @@ class GrowthCallback(Callback):
 
     `example_input` is an input of the model. `step_loss(module, batch)` returns the loss of a batch and must not log: it is called for
     every batch of the validation loaders after every epoch, again for every seed whose contribution is measured, and in training for seeds
-    in the shadow. `model_attribute` names the submodule to grow, if the LightningModule is not called as a whole. The other settings are
-    those of `Grower`.
+    in the shadow. `model_attribute` names the submodule to grow, if the LightningModule is not called as a whole.
+
+    `metrics` maps names to functions `fn(module, batch)` that return one number, as beside the `step_loss` of `esper.grow`. They are
+    computed on the validation batches after every epoch, and are in the events. `progress`, `on_event`, `callbacks` (of events, not of
+    Lightning), `sinks` and the other settings are those of `Grower`. Sinks are closed by `bake`, and when a second `fit` begins; pass open
+    ones to another callback.
     """
 
     def __init__(
@@ -67,10 +73,15 @@ class GrowthCallback(Callback):
         model_attribute: str | None = None,
         controller: Controller | str = "heuristic",
         config: GrowthConfig | None = None,
-        on_event: Callable[[Event], None] = lambda event: None,
+        metrics: Mapping[str, Metric] | None = None,
+        progress: bool = False,
+        on_event: Callable[[Event], None] | None = None,
+        callbacks: Sequence[Any] = (),
+        sinks: Sequence[Sink] = (),
     ) -> None:
         self.example_input, self.step_loss, self.model_attribute = example_input, step_loss, model_attribute
-        self.controller, self.config, self.on_event = controller, config or GrowthConfig(), on_event
+        self.controller, self.config, self.metrics = controller, config or GrowthConfig(), check_functions(metrics)
+        self.progress, self.on_event, self.callbacks, self.sinks = progress, on_event, check_callbacks(callbacks), check_sinks(sinks)
         self.grower: Grower | None = None
         self._saved: dict[str, Any] | None = None  # state from a checkpoint, until there is a grower for it
         self._ignored: SeedsIgnored | None = None  # set while Lightning loads a checkpoint
@@ -217,7 +228,10 @@ class GrowthCallback(Callback):
             controller=self.controller,
             config=self.config,
             epochs=epochs if epochs is not None and epochs > 0 else None,  # -1: unlimited
+            progress=self.progress,
             on_event=self.on_event,
+            callbacks=self.callbacks,
+            sinks=self.sinks,
         )
 
     # Losses
@@ -225,15 +239,24 @@ class GrowthCallback(Callback):
     def _end_epoch(self, trainer: Any, pl_module: Any) -> None:
         grower = self._grower()
         if grower.history.steps:  # otherwise the grower has ended this epoch already
-            grower.after_epoch(lambda: list(self._evaluate(trainer, pl_module, grower)))
+            sums = MetricSums(pl_module, self.metrics, of_pairs=False)
+            passes = iter([sums])  # the metrics are computed in the first pass, with all seeds on
+            metrics = {name: partial(sums.mean, name) for name in self.metrics}
+            grower.after_epoch(lambda: list(self._evaluate(trainer, pl_module, grower, next(passes, None))), metrics=metrics)
 
-    def _evaluate(self, trainer: Any, pl_module: Any, grower: Grower) -> Iterator[tuple[Tensor, int]]:
-        """Yield the loss and the size of every validation batch, without drawing from the random streams of the training."""
-        with isolated(pl_module), torch.no_grad():
+    def _evaluate(self, trainer: Any, pl_module: Any, grower: Grower, sums: MetricSums | None) -> Iterator[tuple[Tensor, int]]:
+        """Yield the loss and the size of every validation batch, without drawing from the random streams of the training.
+
+        `sums` takes the metrics of every batch, from the same forward passes.
+        """
+        with isolated(pl_module), torch.no_grad(), nullcontext() if sums is None else sums.recording():
             pl_module.eval()
-            for batch in _validation_batches(trainer, pl_module):
+            for number, batch in enumerate(_validation_batches(trainer, pl_module), start=1):
                 yield self._loss(trainer, pl_module, batch), size_of(batch)
                 grower.count_evaluation(size_of(batch))
+                if sums is not None:
+                    with trainer.precision_plugin.forward_context():
+                        sums.note(batch, size_of(batch), where=f"validation batch {number}")
 
     def _loss(self, trainer: Any, pl_module: Any, batch: Any) -> Tensor:
         with trainer.precision_plugin.forward_context():
