@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.metadata
 import re
@@ -15,10 +16,11 @@ from torch.nn.functional import cross_entropy
 
 import esper
 from esper.experiment import GrowTaskConfig, grow_task
-from esper.growth import Planned, grow
+from esper.growth import Grower, Planned, grow
+from esper.growth.lifecycle.stages import Fossilize, Germinate
 from esper.growth.metrics import accuracy
 from esper.runs.cards import MARK, write_card
-from tests.growth.builders import QUICK, SLOTS, config, make_data, make_host
+from tests.growth.builders import QUICK, SLOTS, Script, config, make_data, make_host, make_loop
 from tests.runs.test_report import NASTY, make_run, updates
 
 
@@ -116,3 +118,61 @@ def test_a_model_that_is_saved_outside_of_a_run_has_a_card_beside_it(tmp_path: P
     (tmp_path / "net.md").write_text("mine")
     grown.save(tmp_path / "net.safetensors")
     assert (tmp_path / "net.md").read_text() == "mine"
+
+
+def baked_by_loop(*, by_slotted: bool = False) -> tuple[nn.Module, Grower]:
+    """Grow a model in a loop of its own: one seed is kept, another still lives when the model is baked."""
+    loop = make_loop(Script({0: [Germinate("first", "test", "mlp")], 3: [Fossilize("first", "test"), Germinate("second", "test", "norm")]}))
+    loop.epoch(epochs=4)
+    return loop.slotted.bake() if by_slotted else loop.grower.bake(), loop.grower
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_slotted", [False, True])
+def test_esper_save_writes_the_card_of_a_model_that_a_grower_has_grown(by_slotted: bool, tmp_path: Path) -> None:
+    model, grower = baked_by_loop(by_slotted=by_slotted)
+    esper.save(model, tmp_path / "net.safetensors")
+    text = (tmp_path / "net.md").read_text()
+    assert "# Host: kept 1 of 2 seeds" in text
+    assert f"- validation loss after the first and the last epoch: {grower.history.val_losses[0]:.3f} → " in text
+    assert f"- parameters: {sum(parameter.numel() for parameter in model.parameters() if parameter.is_floating_point()):,} (" in text
+    assert re.search(r"\| first \| mlp \|.*\| kept \|", text)
+    assert re.search(r"\| second \| norm \|.*\| pruned \|.*not fossilized when the model was baked", text)
+    assert hashlib.sha256((tmp_path / "net.safetensors").read_bytes()).hexdigest() in text
+
+
+@pytest.mark.slow
+def test_esper_save_leaves_the_card_out_if_asked_to_and_never_replaces_a_file_of_the_user(tmp_path: Path) -> None:
+    model, _ = baked_by_loop()
+    esper.save(model, tmp_path / "net.safetensors", card=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["net.safetensors"]
+    (tmp_path / "net.md").mkdir()
+    esper.save(model, tmp_path / "net.safetensors")
+    (tmp_path / "other.md").write_text("mine")
+    esper.save(model, tmp_path / "other.safetensors")
+    assert (tmp_path / "other.md").read_text() == "mine"
+
+
+@pytest.mark.slow
+def test_the_card_of_a_loaded_or_copied_model_lists_its_seeds_and_claims_no_training(tmp_path: Path) -> None:
+    model, _ = baked_by_loop()
+    esper.save(model, tmp_path / "net.safetensors", card=False)
+    loaded = esper.load(tmp_path / "net.safetensors", model=make_host())
+    for name, other in (("loaded", loaded), ("copied", copy.deepcopy(model))):
+        esper.save(other, tmp_path / f"{name}.safetensors")
+        text = (tmp_path / f"{name}.md").read_text()
+        assert "- seeds: 1\n" in text
+        assert "| first | mlp | " in text
+        assert "validation" not in text
+        assert "made by" not in text
+
+
+def test_a_model_that_is_not_baked_has_no_card(tmp_path: Path) -> None:
+    esper.save(make_host(), tmp_path / "plain.safetensors")
+    loop = make_loop(Script({0: [Germinate("first", "test", "mlp")]}))
+    esper.save(loop.grower, tmp_path / "growing.safetensors")
+    esper.save(loop.slotted, tmp_path / "slotted.safetensors")
+    esper.save(loop.host, tmp_path / "host.safetensors")
+    assert not list(tmp_path.glob("*.md"))
+    esper.save(loop.grower.bake(), tmp_path / "baked.safetensors")
+    assert "nothing grew" in (tmp_path / "baked.md").read_text()

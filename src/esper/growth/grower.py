@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from esper.display import Card
 from esper.growth.arguments import check_alphas, check_fit_together, check_ranks, players, ranks_of
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.controllers.baselines import as_controller
@@ -53,18 +54,20 @@ from esper.growth.host.slots import OptimizerFollower
 from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.governor import Diverged, LossRange
 from esper.growth.lifecycle.host_growth import HostGrowth, epoch_ended
+from esper.growth.lifecycle.ledger import LEDGER_HEADING, Step, ledger_rows
 from esper.growth.lifecycle.recovery import Recovery
 from esper.growth.lifecycle.slots import ModuleBackend, make_backends
 from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, Stage
 from esper.growth.measure.contribution import AlphaSearch, Evaluate, Measurement, search_alpha
 from esper.growth.measure.probe import ProbeRunner, Promises
 from esper.growth.metrics import as_number, check_metrics
-from esper.growth.report.summary import ProgressLines
+from esper.growth.report.summary import ProgressLines, counted, metric_in_words
 from esper.growth.seeds.seed import MakeOptimizer, reading_waits
 from esper.growth.seeds.shadow import Closure, Shadow
 from esper.growth.telemetry import Callbacks, GrowthTelemetry, SinksWithoutLog, check_sinks
 from esper.runs import CheckpointStore, Event, Sink
 from esper.statistics import Interval
+from esper.text_table import figure
 
 Value = TypeVar("Value")
 KIND = "grower"  # the kind of checkpoint, stored in the file
@@ -139,6 +142,7 @@ class Grower:
             *([self._sinks] if sinks else []),
         ]
         self.telemetry = telemetry or (GrowthTelemetry() if self._listeners else None)  # None: nobody gets the events
+        self._metrics: dict[str, float] = {}  # of the last epoch
         self._has_begun = False
         self._has_stepped = False  # the host's optimiser has stepped since the last after_step
         self._has_stepped_in_epoch = False  # the host's optimiser has stepped since the last after_epoch
@@ -160,7 +164,7 @@ class Grower:
             zero_grad=self._clear_gradients,
             is_pending=self._has_gradients,
         )
-        slotted.calls.follower = self._follower
+        slotted.calls.follower, slotted.facts = self._follower, self.card
         self._note_seeds()
         self._prepare_next_step()
 
@@ -345,7 +349,8 @@ class Grower:
         resources = {} if self.telemetry is None else self.telemetry.resources.read(device)
         ended = epoch_ended(self.lifecycles, self.history, decision, learning_rate=self._learning_rate(), resources=resources)
         if values:
-            ended = msgspec.structs.replace(ended, metrics=self._averaged_metrics(values))
+            self._metrics = self._averaged_metrics(values)
+            ended = msgspec.structs.replace(ended, metrics=self._metrics)
         self.host_growth.emit(ended)
         if self.telemetry is not None:
             scale = self.host_growth.scale
@@ -416,6 +421,36 @@ class Grower:
         if self.slotted.calls.follower is self._follower:
             self.slotted.calls.recording = self.slotted.calls.follower = None
         self._sinks.close()
+
+    def card(self) -> Card:
+        """Return the facts of the training so far, for the model card of the baked model: figures, and all seeds."""
+        losses, host, kept = self.history.val_losses, self.slotted.discovery.host, self.ledger.count("kept")
+        added = sum(entry.parameters for entry in self.ledger.entries if entry.outcome == "kept")
+        # Baking removes the seeds that still live.
+        removed = Step(self.epoch, Stage.PRUNED, "not fossilized when the model was baked")
+        lives = [
+            msgspec.structs.replace(entry, outcome="pruned", steps=[*entry.steps, removed]) if entry.outcome == "living" else entry
+            for entry in self.ledger.entries
+        ]
+        figures = [
+            ("epochs", str(self.epoch)),
+            *(
+                [("validation loss after the first and the last epoch", f"{figure(losses[0], 3)} → {figure(losses[-1], 3)}")]
+                if losses
+                else []
+            ),
+            *((f"validation {name}", metric_in_words(name, value)) for name, value in self._metrics.items()),
+            ("parameters", f"{host.parameters + added:,} ({added / max(host.parameters, 1):+.1%} by seeds)"),
+            ("rollbacks", str(self.rollbacks)),
+            ("controller", self.controller.name),
+            ("optimiser", type(self.optimizer).__name__),
+        ]
+        return Card(
+            f"{type(unwrap(self.slotted.model)).__name__}: kept {kept} of {counted(len(lives), 'seed')}",
+            figures,
+            LEDGER_HEADING,
+            ledger_rows(lives, is_short=True),
+        )
 
     def _check_is_active(self) -> None:
         """Raise a GrowthError if the slots were removed or this grower was stopped."""

@@ -98,14 +98,15 @@ class Grown(Displayed):
             curve_name="validation loss by epoch",
         )
 
-    def save(self, path: Path | str) -> None:
-        """Write weights and seeds to a safetensors file, and a model card beside it.
+    def save(self, path: Path | str, *, card: bool = True) -> None:
+        """Write weights and seeds to a safetensors file, and a model card beside it, unless `card` is False.
 
         `esper.load(path, model=new_instance)` restores the grown model. The card has the name of the file and the suffix .md. A file
         of this name that is not a card is left alone.
         """
-        save_model(self.model, path)
-        write_model_card(path, self.card())
+        save_model(self.model, path, card=False)
+        if card:
+            write_model_card(path, self.card(), made_by="`esper.grow(...)` in a Python program")
 
 
 def finished(grown: Grown) -> GrowthFinished:

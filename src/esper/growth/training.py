@@ -222,7 +222,7 @@ def _write_result(run: GrowthRun, model: object, *, otherwise: str) -> None:
     """
     try:
         if isinstance(model, nn.Module):
-            save(model, run.folder / MODEL)
+            save(model, run.folder / MODEL, card=False)  # the card of a run says more
         run.flush()  # the report is made from the events in the folder
         write_report(run.folder)
         write_card(run.folder)

@@ -38,7 +38,7 @@ def write_card(folder: Path | str) -> Path | None:
     folder = Path(folder)
     run = open_run(folder)
     path = folder / f"{CARDS[run.kind][0]}.md"
-    if path.exists() and not path.read_bytes().startswith(MARK.encode()):
+    if _is_of_user(path):
         return None
     write_file(path, printable(card_of(run)).encode())
     return path
@@ -63,11 +63,14 @@ def card_of(run: Run) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def write_model_card(file: Path | str, card: Card) -> Path | None:
-    """Write the card of a model that was saved outside of a run, beside its file; None if a file of the user has its name."""
+def write_model_card(file: Path | str, card: Card, *, made_by: str = "") -> Path | None:
+    """Write the card of a model that was saved outside of a run, beside its file; None if a file of the user has its name.
+
+    `card` has the figures of the model and its seeds, `made_by` is the call that made it, if that is known.
+    """
     file = Path(file)
     path = file.with_suffix(".md")
-    if path.exists() and not path.read_bytes().startswith(MARK.encode()):
+    if _is_of_user(path):
         return None
     lines = [[_plain(cell) for cell in card.heading], ["---"] * len(card.heading), *([_plain(cell) for cell in row] for row in card.rows)]
     parts = [
@@ -79,12 +82,17 @@ def write_model_card(file: Path | str, card: Card) -> Path | None:
         "Another random seed gives other figures. There is no twin, so it is unknown how much of this is due to growth.",
         *(["## Seeds", "\n".join(f"| {' | '.join(line)} |" for line in lines)] if card.rows else []),
         "## How it was made",
-        _list([("made by", "`esper.grow(...)` in a Python program"), ("versions", ", ".join(_versions(esper.__version__))), _file(file)]),
+        _list([*([("made by", made_by)] if made_by else []), ("versions", ", ".join(_versions(esper.__version__))), _file(file)]),
         "## How to load it",
         f'```python\nimport esper\n\nmodel = ...  # a new, ungrown instance\nmodel = esper.load("{file.name}", model=model)\n```',
     ]
     write_file(path, printable("\n\n".join(parts) + "\n").encode())
     return path
+
+
+def _is_of_user(path: Path) -> bool:
+    """Return whether something that is no card has this path."""
+    return path.exists() and not (path.is_file() and path.read_bytes().startswith(MARK.encode()))
 
 
 def _file(path: Path) -> tuple[str, str]:

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from esper.display import Card
 from esper.files import FileError, NotTensorsError, reason_of
 from esper.growth.config import GrowthError
 from esper.growth.host.isolation import is_compiled, unwrap
 from esper.growth.host.layout import Place
-from esper.growth.host.slots import SeedHome
-from esper.growth.host.slotted import AveragedModel, Slotted, check_has_no_slots
+from esper.growth.host.slots import SeedHome, Slot, around
+from esper.growth.host.slotted import FACTS_OF_BAKED, AveragedModel, Slotted, check_has_no_slots
 from esper.growth.host.state_dict import attach, build_seed, specs_in
 from esper.growth.seeds.seed import SPEC_KEYS, Seed, SeedSpec
+from esper.runs.cards import write_model_card
 from esper.runs.checkpoints import plain_names
 from esper.runs.tensors import read_tensors, write_tensors
 
@@ -28,16 +30,36 @@ if TYPE_CHECKING:
     from esper.growth.grower import Grower
 
 
-def save(model: nn.Module | Slotted | AveragedModel | Grower, path: Path | str) -> None:
+def save(model: nn.Module | Slotted | AveragedModel | Grower, path: Path | str, *, card: bool = True) -> None:
     """Write the weights and seeds of a model to a safetensors file.
 
     `model` is a module, a `Slotted`, an `AveragedModel` or a `Grower`. The file does not hold the stages and optimisers of a growing model;
     `grower.save(folder)` writes them.
+
+    A baked model gets a model card beside its file, with the suffix .md, unless `card` is False. The card has the figures of the training
+    if the model was baked in this process, else the seeds in the model. A file of this name that is not a card is left alone.
     """
     host = _host_of(model)
     state = plain_names(host.state_dict())
     second_names = _second_names(host)
     write_tensors(path, {name: tensor for name, tensor in state.items() if name not in second_names})
+    if card:
+        _write_card(host, state, path)
+
+
+def _write_card(host: nn.Module, state: Mapping[str, Tensor], path: Path | str) -> None:
+    """Write the model card of a baked model. A model that still has slots, and one that neither grew nor was baked, has none."""
+    if any(isinstance(around(module), Slot) for module in host.modules()):
+        return
+    facts, seeds = FACTS_OF_BAKED.get(host), specs_in(state)
+    if facts is not None:
+        write_model_card(path, facts, made_by="`esper.Grower` or `esper.grow` in a Python program")
+    elif seeds or host in FACTS_OF_BAKED:
+        modules = plain_names(dict(host.named_modules()))
+        sizes = {name: sum(parameter.numel() for parameter in modules[name].parameters()) for name in ("", *seeds)}
+        rows = [(_changed_module(name, spec), spec.blueprint, f"{sizes[name]:,}") for name, spec in seeds.items()]
+        figures = [("parameters", f"{sizes['']:,}"), ("seeds", str(len(seeds)))]
+        write_model_card(path, Card(type(host).__name__, figures, ("slot", "blueprint", "parameters"), rows))
 
 
 def load(source: Path | str | Mapping[str, Tensor], *, model: nn.Module) -> nn.Module:
@@ -127,9 +149,8 @@ def _build(
 
     A spec under the key of earlier versions is renamed in `state`.
     """
-    parts = name.split(".")[:-1]
-    home, after = ".".join(parts), ".".join(parts[: len(parts) - spec.levels_up])
-    if home not in modules or spec.levels_up > len(parts):
+    home, after = name.rpartition(".")[0], _changed_module(name, spec)
+    if home not in modules or spec.levels_up > name.count("."):
         raise GrowthError(f"the saved model has a seed after {after!r}, which this model does not have; pass an instance of the same host")
     # The seed gets the device of the changed module. It keeps its saved precision if the host does not convert its own weights either.
     like = _parameter_like(modules[after], modules[""])
@@ -140,6 +161,12 @@ def _build(
     if earlier_key in state:
         state[current_key] = state.pop(earlier_key)
     return after, seed
+
+
+def _changed_module(name: str, spec: SeedSpec) -> str:
+    """Return the name of the module whose output the seed of this name changes."""
+    parts = name.split(".")[:-1]
+    return ".".join(parts[: len(parts) - spec.levels_up])
 
 
 def _check_fresh(own: Mapping[str, Tensor]) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,9 @@ from esper.growth.seeds.blueprints import KINDS, blueprints_for, blueprints_of, 
 from esper.growth.seeds.seed import Seed
 from esper.runs.checkpoints import plain_name, plain_names
 from esper.text_table import aligned
+
+# Models that were baked in this process -> the facts for their model cards, from the grower; None where there was no grower.
+FACTS_OF_BAKED: WeakKeyDictionary[nn.Module, Card | None] = WeakKeyDictionary()
 
 
 def add_slots(model: nn.Module, example_input: Any, *, slots: Sequence[str] | None = None) -> Slotted:
@@ -96,6 +100,7 @@ class Slotted(Displayed):
         self.calls = ModelPatch()
         self.is_attached = True
         self._weights = {name: weights_of(host, host.get_submodule(name)) for name in names}  # dtype and device at the discovery
+        self.facts: Callable[[], Card] | None = None  # of the latest grower: the facts of the training, for the model card
         self._eager: ExitStack | None = None  # open while a compiled model runs eagerly
         self._homes = find_homes(host, names, example_input)
         self._check_handle = self._attach_slots()
@@ -119,7 +124,7 @@ class Slotted(Displayed):
         return self.calls.run(self.model, arguments, keywords)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_eager": None}
+        return {**self.__dict__, "_eager": None, "facts": None}  # a copy has no grower
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -270,6 +275,7 @@ class Slotted(Displayed):
             if before is None or after is None or agree(before, after):
                 stack.pop_all()  # do not connect the other seeds again
                 self._release()
+                FACTS_OF_BAKED[self.host] = None if self.facts is None else self.facts()
                 return self.host
             # The outputs differ: take the seeds out of the module tree, and attach the slots again.
             for name, handle in handles.items():
