@@ -33,19 +33,41 @@ SPARK = 40  # points of the small curve in a table
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """The number that a kind of run is judged by."""
+    """A number that runs of a kind have, and end with."""
 
     name: str  # for people
-    series: str
+    curve: str = ""  # series of the number during the training
+    at_end: str = ""  # series of the number that is written once, when the run ends
     is_better_low: bool = False
+    short: str = ""  # name in the table of runs, if runs are judged by this number
 
 
-# The figure of each kind, the best of them first; the first that a run has is shown.
+# Figures of each kind of run. Runs are compared by the first figure that they have, unless another one is named, and judged in tables by
+# the first one that has a short name and a value.
 FIGURES: dict[Kind, tuple[Figure, ...]] = {
-    "growth": (Figure("validation loss", "epoch_ended/val_loss", is_better_low=True),),
-    "ppo": (Figure("return", "checkpoint_evaluated/mean_return"), Figure("return", "update/mean_return")),
-    "arena": (Figure("win rate", "checkpoint_evaluated/mean_return"), Figure("return", "update/mean_return")),
-    "controller": (Figure("utility", "round_ended/utility"), Figure("return", "update/mean_return")),
+    "growth": (
+        Figure("validation loss", "epoch_ended/val_loss", "growth_finished/val_loss", is_better_low=True, short="validation loss"),
+        Figure("test loss", "", "final_test/loss", is_better_low=True),
+        Figure("test accuracy", "", "final_test/accuracy"),
+        Figure("parameters", "epoch_ended/parameters", "growth_finished/parameters", is_better_low=True),
+        Figure("FLOPs", "epoch_ended/flops", "growth_finished/flops", is_better_low=True),
+        Figure("GFLOPs spent", "epoch_ended/total_gflops", "growth_finished/total_gflops", is_better_low=True),
+    ),
+    "ppo": (
+        Figure("evaluated return", "checkpoint_evaluated/mean_return", "evaluated/mean_return", short="return"),
+        Figure("return in training", "update/mean_return", short="return"),
+        Figure("episode length", "update/mean_length"),
+    ),
+    "arena": (
+        Figure("win rate", "checkpoint_evaluated/mean_return", "evaluated/mean_return", short="win rate"),
+        Figure("return in training", "update/mean_return", short="return"),
+    ),
+    "controller": (
+        Figure("utility", "round_ended/utility", short="utility"),
+        Figure("gain", "round_ended/gain"),
+        Figure("rent", "round_ended/rent", is_better_low=True),
+        Figure("return in training", "update/mean_return", short="return"),
+    ),
 }
 
 
@@ -116,7 +138,7 @@ class Run:
 
     def figure(self) -> tuple[Figure, Series]:
         """Return the number that the run is judged by, and its series."""
-        choices = [(figure, self.index.series(figure.series)) for figure in FIGURES[self.kind]]
+        choices = [(figure, self.index.series(figure.curve)) for figure in FIGURES[self.kind] if figure.short]
         return next((choice for choice in choices if len(choice[1].values)), choices[0])
 
     def step(self) -> int:
@@ -191,7 +213,7 @@ class Run:
             step=self.step(),
             started=self.started(),
             touched=self.touched(),
-            figure=figure.name,
+            figure=figure.short,
             last=float(values[-1]) if len(values) else None,
             best=best,
             spark=[float(value) for value in thinned(series, SPARK).values],

@@ -21,7 +21,7 @@ import numpy as np
 
 from esper.files import user_cache
 from esper.intervals import Interval, student_interval
-from esper.runs.catalog import Run, at_steps, differing_settings, find_runs, open_run, settings_of
+from esper.runs.catalog import FIGURES, Figure, Run, at_steps, differing_settings, find_runs, open_run, settings_of
 from esper.runs.folder import EVENTS, GROW, TWIN, Kind, RunError, State, kind_of
 from esper.runs.index import Series
 from esper.runs.seeds import SEED_FOLDER
@@ -31,43 +31,6 @@ SEED_SETTINGS = ("seed", "ppo.seed")  # the first that a run has is its seed
 NOT_COMPARED = frozenset({*SEED_SETTINGS, "twin", "tensorboard", "wandb"})  # settings that may differ within a group
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # told apart by colour-blind people too
 NONE = "-"
-
-
-class FinalFigure(msgspec.Struct, frozen=True):
-    """A number that runs end with."""
-
-    name: str  # for people
-    curve: str = ""  # series of the number during the training
-    at_end: str = ""  # series of the number that is written once, when the run ends
-    is_better_low: bool = False
-
-
-# Figures of each kind of run; the first one that a run has is compared unless another one is named.
-FINAL_FIGURES: dict[Kind, tuple[FinalFigure, ...]] = {
-    "growth": (
-        FinalFigure("validation loss", "epoch_ended/val_loss", "growth_finished/val_loss", is_better_low=True),
-        FinalFigure("test loss", "", "final_test/loss", is_better_low=True),
-        FinalFigure("test accuracy", "", "final_test/accuracy"),
-        FinalFigure("parameters", "epoch_ended/parameters", "growth_finished/parameters", is_better_low=True),
-        FinalFigure("FLOPs", "epoch_ended/flops", "growth_finished/flops", is_better_low=True),
-        FinalFigure("GFLOPs spent", "epoch_ended/total_gflops", "growth_finished/total_gflops", is_better_low=True),
-    ),
-    "ppo": (
-        FinalFigure("evaluated return", "checkpoint_evaluated/mean_return", "evaluated/mean_return"),
-        FinalFigure("return in training", "update/mean_return"),
-        FinalFigure("episode length", "update/mean_length"),
-    ),
-    "arena": (
-        FinalFigure("win rate", "checkpoint_evaluated/mean_return", "evaluated/mean_return"),
-        FinalFigure("return in training", "update/mean_return"),
-    ),
-    "controller": (
-        FinalFigure("utility", "round_ended/utility"),
-        FinalFigure("gain", "round_ended/gain"),
-        FinalFigure("rent", "round_ended/rent", is_better_low=True),
-        FinalFigure("return in training", "update/mean_return"),
-    ),
-}
 
 
 class ComparedRun(msgspec.Struct, frozen=True):
@@ -122,7 +85,7 @@ class PairedDifference(msgspec.Struct, frozen=True):
 class Comparison(msgspec.Struct, frozen=True):
     """Runs beside each other. `print` shows it as tables."""
 
-    figure: FinalFigure
+    figure: Figure
     groups: list[RunGroup]
     differing: dict[str, dict[str, Any]]  # setting -> group -> value, without seeds
     paired: list[PairedDifference]  # every other group against the first
@@ -206,11 +169,11 @@ def seed_of(config: Mapping[str, Any]) -> int | None:
 
 def final_figures(run: Run) -> dict[str, float]:
     """Return the figures that a run has ended with, or has so far, by name."""
-    values = ((figure.name, final_value(run, figure)) for figure in FINAL_FIGURES[run.kind])
+    values = ((figure.name, final_value(run, figure)) for figure in FIGURES[run.kind])
     return {name: value for name, value in values if value is not None}
 
 
-def final_value(run: Run, figure: FinalFigure) -> float | None:
+def final_value(run: Run, figure: Figure) -> float | None:
     """Return the last value of a figure: the one that the run has ended with, if it has ended."""
     if figure.at_end and run.state() in ("finished", "stopped"):
         ended = run.index.series(figure.at_end).values
@@ -220,7 +183,7 @@ def final_value(run: Run, figure: FinalFigure) -> float | None:
     return float(values[-1]) if len(values) else None
 
 
-def find_figure(runs: Sequence[Run], name: str | None) -> FinalFigure:
+def find_figure(runs: Sequence[Run], name: str | None) -> Figure:
     """Return the figure of this name, or the series of this name; without a name, the first one that all runs have."""
     kinds = list(dict.fromkeys(run.kind for run in runs))
     if name is None:
@@ -228,14 +191,14 @@ def find_figure(runs: Sequence[Run], name: str | None) -> FinalFigure:
             raise RunError(
                 f"these are runs of several kinds ({', '.join(kinds)}); name runs of one kind, or a figure that all of them have"
             )
-        choices = FINAL_FIGURES[kinds[0]]
+        choices = FIGURES[kinds[0]]
         return next((figure for figure in choices if all(final_value(run, figure) is not None for run in runs)), choices[0])
-    known = {figure.name: figure for kind in kinds for figure in FINAL_FIGURES[kind]}
+    known = {figure.name: figure for kind in kinds for figure in FIGURES[kind]}
     if name in known:
         return known[name]
     series = list(dict.fromkeys(series for run in runs for series in run.index.names()))
     if name in series:
-        return FinalFigure(name, name)
+        return Figure(name, name)
     example = f", such as {series[-1]}" if series else ""
     hint = did_you_mean(name, [*known, *series], otherwise=f"there are {', '.join(known)}, and all numbers of events{example}")
     raise RunError(f"no run has the figure {name!r}; {hint}")
@@ -281,7 +244,7 @@ def compare_opened(runs: Sequence[Run], *, figure: str | None = None, cache: Pat
     )
 
 
-def _common_step(runs: Sequence[Run], figure: FinalFigure) -> int | None:
+def _common_step(runs: Sequence[Run], figure: Figure) -> int | None:
     """Return the last step that all runs have reached if some have not ended; None if all have, or if one has no curve."""
     if all(run.state() == "finished" for run in runs) or not figure.curve:
         return None
@@ -289,7 +252,7 @@ def _common_step(runs: Sequence[Run], figure: FinalFigure) -> int | None:
     return min(int(each[-1]) for each in steps) if all(len(each) for each in steps) else None
 
 
-def _compared(name: str, run: Run, figure: FinalFigure, step: int | None, seed: int | None, cache: Path | None) -> ComparedRun:
+def _compared(name: str, run: Run, figure: Figure, step: int | None, seed: int | None, cache: Path | None) -> ComparedRun:
     twin = None
     if run.kind == "growth" and (run.folder / TWIN / EVENTS).is_file():
         twin = open_run(run.folder / TWIN, cache=cache or user_cache())
@@ -306,7 +269,7 @@ def _compared(name: str, run: Run, figure: FinalFigure, step: int | None, seed: 
     )
 
 
-def _value(run: Run, figure: FinalFigure, step: int | None) -> float | None:
+def _value(run: Run, figure: Figure, step: int | None) -> float | None:
     if step is None:
         value = final_value(run, figure)
     else:
@@ -369,7 +332,7 @@ def _against_twins(group: RunGroup) -> PairedDifference | None:
     return _difference(group.name, "its twin" if len(pairs) == 1 else "its twins", pairs)
 
 
-def _notes(groups: list[RunGroup], figure: FinalFigure, step: int | None) -> list[str]:
+def _notes(groups: list[RunGroup], figure: Figure, step: int | None) -> list[str]:
     runs = [run for group in groups for run in group.runs]
     notes = []
     if unfinished := [f"{run.name} is {run.state}" for run in runs if run.state != "finished"]:
