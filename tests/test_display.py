@@ -11,14 +11,12 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from esper.display import MAX_ROWS, Card, Displayed
-from esper.growth import Planned, add_slots, grow
-from esper.growth.metrics import accuracy
+from esper.growth import add_slots
 from esper.rl.evaluate import PolicyEvaluation
 from esper.rl.training import RunResult
-from tests.growth.builders import QUICK, SLOTS, config, make_data, make_host
+from tests.growth.builders import SLOTS, grow_small, make_data, make_host
 
 
 class Balanced(HTMLParser):
@@ -61,17 +59,7 @@ def in_terminal(shown: Displayed) -> str:
 
 @pytest.mark.slow
 def test_a_grown_model_shows_its_losses_metrics_size_and_seeds() -> None:
-    plan = Planned([(0, "first", "mlp")])
-    grown = grow(
-        make_host(),
-        make_data(),
-        make_data(2),
-        cross_entropy,
-        epochs=3,
-        controller=plan,
-        config=config(QUICK, slots=SLOTS),
-        metrics={"accuracy": accuracy},
-    )
+    grown = grow_small()
     for text in (text_of(grown), in_terminal(grown)):
         assert f"{grown.val_loss_before:.3f} → {grown.val_loss:.3f}" in text
         assert f"{grown.metrics['accuracy']:.2%}" in text

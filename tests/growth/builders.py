@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
-from esper.growth import Grower, GrowthConfig, Slotted, add_slots
+from esper.growth import Grower, Grown, GrowthConfig, Planned, Slotted, add_slots, grow
 from esper.growth.config import LifecycleConfig
 from esper.growth.lifecycle.stages import Action, Decision, GrowthState
+from esper.growth.metrics import accuracy
 from esper.growth.training import default_optimizer
 from esper.runs import Event
 from esper.statistics import Interval
@@ -148,6 +149,18 @@ def make_loop(
     slotted = add_slots(host, torch.randn(2, 6, generator=torch.Generator().manual_seed(0)).to(dtype), slots=list(slots))
     grower = Grower(slotted, optimizer, controller=controller, config=settings or config(), on_event=events.append, **options)
     return Loop(host, optimizer, slotted, grower, make_data(dtype=dtype), make_data(3, seed=2, dtype=dtype), events)
+
+
+def grow_small(val_data: Data | None = None, **options: Any) -> Grown:
+    """Grow the small host for three epochs, with one planned seed and the accuracy beside the loss. `options` are those of `grow`."""
+    given: dict[str, Any] = {
+        "epochs": 3,
+        "controller": Planned([(0, SLOTS[0], "mlp")]),
+        "config": config(slots=SLOTS),
+        "metrics": {"accuracy": accuracy},
+        **({} if "step_loss" in options else {"loss_fn": cross_entropy}),
+    }
+    return grow(make_host(), make_data(), val_data or make_data(2), **{**given, **options})
 
 
 def plain_losses(host: nn.Module, optimizer: Optimizer, data: Data, *, epochs: int) -> list[float]:

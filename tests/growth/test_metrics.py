@@ -18,7 +18,7 @@ from esper.growth.report.story import read_story
 from esper.growth.report.summary import comparison
 from esper.runs import Event
 from tests.commands import Terminal, shown_in_tensorboard
-from tests.growth.builders import QUICK, SLOTS, Batch, Data, Script, assert_same, config, make_data, make_host, make_loop
+from tests.growth.builders import QUICK, SLOTS, Batch, Data, Script, assert_same, config, grow_small, make_data, make_host, make_loop
 
 NAMED = {"slots": SLOTS}
 UNEVEN = [*make_data(2, seed=5), *make_data(1, seed=6, size=3)]  # 8, 8 and 3 samples
@@ -53,16 +53,7 @@ def step_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def test_the_accuracy_of_an_epoch_is_the_share_of_validation_samples_that_the_model_gets_right() -> None:
-    grown = grow(
-        make_host(),
-        make_data(),
-        UNEVEN,
-        cross_entropy,
-        epochs=2,
-        controller="never",
-        config=config(**NAMED),
-        metrics={"accuracy": accuracy},
-    )
+    grown = grow_small(UNEVEN, epochs=2, controller="never")
     assert grown.metrics == {"accuracy": pytest.approx(share_right(grown.model, UNEVEN))}
     assert f"accuracy {grown.metrics['accuracy']:.2%}" in grown.report()
 
@@ -100,8 +91,7 @@ def test_forward_passes_of_a_metric_change_no_contribution_of_a_seed_on_trial(si
                 gains.extend(slot.gain for slot in event.slots)
 
         script = Script({0: [Germinate("second", "test", "mlp")]})
-        options = {"step_loss": step_loss, "controller": script, "config": config(QUICK, **NAMED), "callbacks": [note]}
-        grow(make_host(), make_data(), make_data(3), epochs=5, metrics=metrics, **options)
+        grow_small(make_data(3), step_loss=step_loss, epochs=5, controller=script, metrics=metrics, callbacks=[note])
         measured.append(gains)
     assert measured[0] == measured[1]
     assert any(measured[0])
@@ -112,16 +102,7 @@ def test_a_metric_of_the_model_sees_outputs_computed_anew_for_other_inputs() -> 
         assert not model.training
         return accuracy(model(batch[0] + 1), batch[1])
 
-    grown = grow(
-        make_host(),
-        make_data(),
-        UNEVEN,
-        step_loss=step_loss,
-        epochs=1,
-        controller="never",
-        config=config(**NAMED),
-        metrics={"shifted": shifted},
-    )
+    grown = grow_small(UNEVEN, step_loss=step_loss, epochs=1, controller="never", metrics={"shifted": shifted})
     assert grown.metrics["shifted"] == pytest.approx(share_right(grown.model, [(x + 1, y) for x, y in UNEVEN]))
 
 
@@ -130,19 +111,7 @@ def test_a_metric_is_in_events_report_progress_and_tensorboard_under_the_same_na
     pytest.importorskip("tensorboard")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    grown = grow(
-        make_host(),
-        make_data(),
-        UNEVEN,
-        cross_entropy,
-        epochs=2,
-        controller="never",
-        config=config(**NAMED),
-        metrics={"accuracy": accuracy},
-        run=tmp_path / "run",
-        tensorboard=True,
-        progress=True,
-    )
+    grown = grow_small(UNEVEN, epochs=2, controller="never", run=tmp_path / "run", tensorboard=True, progress=True)
     story = read_story(tmp_path / "run")
     values = [epoch.metrics["accuracy"] for epoch in story.epochs]
     assert shown_in_tensorboard(tmp_path / "run")["epoch_ended/metrics/accuracy"] == [
@@ -208,5 +177,5 @@ def test_an_epoch_of_a_file_without_metrics_has_none() -> None:
 )
 def test_a_wrong_metric_is_named_before_anything_is_trained_or_written(metrics: object, message: str, tmp_path: Path) -> None:
     with pytest.raises(GrowthError, match=message):
-        grow(make_host(), make_data(), UNEVEN, cross_entropy, epochs=1, config=config(**NAMED), metrics=metrics, run=tmp_path / "run")
+        grow_small(UNEVEN, epochs=1, controller="heuristic", metrics=metrics, run=tmp_path / "run")
     assert not (tmp_path / "run").exists()

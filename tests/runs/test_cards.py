@@ -12,15 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 import esper
 from esper.experiment import GrowTaskConfig, grow_task
-from esper.growth import Grower, Planned, grow
+from esper.growth import Grower
 from esper.growth.lifecycle.stages import Fossilize, Germinate
-from esper.growth.metrics import accuracy
 from esper.runs.cards import MARK, write_card
-from tests.growth.builders import QUICK, SLOTS, Script, config, make_data, make_host, make_loop
+from tests.growth.builders import Script, grow_small, make_host, make_loop
 from tests.runs.test_report import NASTY, make_run, updates
 
 
@@ -64,18 +62,7 @@ def test_a_card_replaces_an_older_one_but_no_file_of_the_user(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_grow_writes_a_card_with_the_kept_seeds_and_the_sha256_of_the_model(tmp_path: Path) -> None:
-    plan = Planned([(0, "first", "mlp")])
-    grown = grow(
-        make_host(),
-        make_data(),
-        make_data(2),
-        cross_entropy,
-        epochs=3,
-        controller=plan,
-        config=config(QUICK, slots=SLOTS),
-        metrics={"accuracy": accuracy},
-        run=tmp_path / "run",
-    )
+    grown = grow_small(run=tmp_path / "run")
     text = (tmp_path / "run/model.md").read_text()
     assert text.startswith(MARK)
     assert f"- validation accuracy: {grown.metrics['accuracy']:.2%}" in text
@@ -103,17 +90,13 @@ def test_the_code_on_the_card_of_a_task_loads_the_model(tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 def test_a_model_that_is_saved_outside_of_a_run_has_a_card_beside_it(tmp_path: Path) -> None:
-    inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
-    batches = [(inputs[:16], inputs[:16, :3].argmax(1)), (inputs[16:], inputs[16:, :3].argmax(1))]
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    plan = Planned([(0, "1", "norm")])
-    grown = esper.grow(model, batches, batches, nn.functional.cross_entropy, epochs=3, controller=plan, progress=False)
+    grown = grow_small()
     grown.save(tmp_path / "net.safetensors")
     text = (tmp_path / "net.md").read_text()
     digest = hashlib.sha256((tmp_path / "net.safetensors").read_bytes()).hexdigest()
     assert digest in text
     assert f"{grown.host.parameters + grown.added.parameters:,}" in text
-    assert "| norm |" in text
+    assert "| mlp |" in text
     assert 'esper.load("net.safetensors", model=model)' in text
     (tmp_path / "net.md").write_text("mine")
     grown.save(tmp_path / "net.safetensors")
