@@ -315,6 +315,15 @@ def test_observations_of_self_play_that_leave_their_range_are_a_drift_of_the_inp
     assert 7 * ppo.steps_per_update < anomaly.step
 
 
+@pytest.mark.slow
+def test_a_return_that_stands_still_against_opponents_that_learn_is_no_plateau() -> None:
+    with self_play(seed=0) as ppo:
+        assert not ppo.monitor.compares_returns
+    still = learner(learning_rate=1e-9)  # it finds a plateau of the return, see above
+    still.monitor.compares_returns = False
+    assert "plateau" not in {anomaly.what for anomaly in anomalies_of(still)}
+
+
 @contextlib.contextmanager
 def self_play(seed: int) -> Iterator[PPO]:
     """A learner in short battles, without trials for the league."""

@@ -73,6 +73,7 @@ def prepare_arena(config: ArenaTrainConfig, group: Group = ALONE, *, begins: boo
             env = SelfPlay(config, device=device, seed=seed, on_event=relay, group=group)
             parts = make_parts(config.unit, config.ppo.network, config.arena, generator=Streams(config.ppo.seed).torch("unit"))
             ppo = PPO(env, config.ppo, parts.encoder, actor=parts.actor, critic=parts.critic, device=device, on_event=relay, group=group)
+            ppo.monitor.compares_returns = False
             if begins and config.start_from is not None:
                 load_module(ppo.policy, read_weights(Path(config.start_from)))
             env.attach(ppo.policy)

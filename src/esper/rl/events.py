@@ -123,6 +123,7 @@ class LearnerMonitor(Monitor):
     def __init__(self, thresholds: ThresholdsConfig, *, has_normalizer: bool) -> None:
         super().__init__()
         self.thresholds, self.has_normalizer = thresholds, has_normalizer  # a normaliser of observations
+        self.compares_returns = True  # False: opponents learn too, so a return that stands still or falls says nothing
 
     def see(
         self,
@@ -173,7 +174,7 @@ class LearnerMonitor(Monitor):
             drift = self.detector(InputDrift, name, largest=limits.input_drift, is_relative=not self.has_normalizer)
             seen.append(drift.see(size, spread, step=step))
         # Detectors look for a loss that does not fall, so they get the return with the opposite sign.
-        loss = None if math.isnan(return_error) else -update.mean_return
+        loss = None if math.isnan(return_error) or not self.compares_returns else -update.mean_return
         # A critic that learns is progress too: the return of a hard task may stand still for long.
         still = self.detector(Standstill, "return", window=limits.plateau_updates)
         is_learning = update.explained_variance > LEARNED_VARIANCE

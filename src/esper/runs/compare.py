@@ -415,7 +415,7 @@ def _ends(interval: Interval | None) -> dict[str, float] | None:
     return None if interval is None else {"estimate": interval.estimate, "low": interval.low, "high": interval.high}
 
 
-def _as_dict(pair: PairedDifference, figure: FinalFigure) -> dict[str, Any]:
+def _as_dict(pair: PairedDifference, figure: Figure) -> dict[str, Any]:
     plain: dict[str, Any] = {name: getattr(pair, name) for name in ("ours", "theirs", "seeds", "differences", "estimate")}
     return plain | {"interval": _ends(pair.interval), "verdict": pair.verdict(is_better_low=figure.is_better_low)}
 
