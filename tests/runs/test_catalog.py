@@ -15,10 +15,11 @@ from torch.nn.functional import cross_entropy
 
 import esper
 from esper.rl import PPOConfig, TrainConfig, train_run
-from esper.runs import RunError
+from esper.runs import EventError, RunError
 from esper.runs.analysis import read_analysis
 from esper.runs.catalog import DEAD_AFTER_S, LABELS, differing_settings, find_runs, label, open_run, remove_run
 from esper.runs.folder import EVENTS, GROW, locked
+from esper.runs.index import lines_of
 from tests.runs.made import made_growth
 
 pytestmark = pytest.mark.slow  # trains two runs
@@ -114,6 +115,24 @@ def test_only_a_run_that_nobody_trains_is_removed(runs: Path, tmp_path: Path) ->
 def test_settings_that_differ_are_listed_with_missing_ones(runs: Path) -> None:
     one, other = ({"env": "cue", "ppo": {"gamma": gamma}, **extra} for gamma, extra in ((0.9, {}), (0.8, {"seed": 1})))
     assert differing_settings({"a": one, "b": other}) == {"ppo.gamma": {"a": 0.9, "b": 0.8}, "seed": {"a": None, "b": 1}}
+
+
+def test_a_log_that_is_a_link_out_of_its_run_is_not_read(tmp_path: Path) -> None:
+    folder, secret = made_growth(tmp_path / "run", [1.0]), tmp_path / "secret.jsonl"
+    whole = open_run(folder, cache=tmp_path / "cache")
+    assert (len(whole.index.events("epoch_ended")), whole.problem) == (1, "")
+    (folder / EVENTS).rename(secret)
+    (folder / EVENTS).symlink_to(secret)
+    linked = open_run(folder, cache=tmp_path / "cache")
+    assert len(linked.index) == 0
+    assert "is a link to a file outside of its folder and is not read" in linked.problem
+    assert whole.index.events("epoch_ended") == [], "a log that becomes a link is not read any more"
+    with pytest.raises(EventError, match="outside of its folder"):
+        list(lines_of(folder / EVENTS))
+    (folder / EVENTS).unlink()
+    secret.rename(folder / "moved.jsonl")
+    (folder / EVENTS).symlink_to("moved.jsonl")
+    assert len(open_run(folder, cache=tmp_path / "cache").index.events("epoch_ended")) == 1, "a link inside the folder may be followed"
 
 
 @pytest.mark.parametrize("name", [GROW, "labels.json", "analysis.json"])

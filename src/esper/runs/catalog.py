@@ -17,6 +17,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -104,6 +105,7 @@ class Run:
         self.folder, self.kind = folder, kind
         self.index = EventIndex(folder / EVENTS, cache=cache)
         self.twin: Run | None = None  # of a growth run, once it has one
+        self.problem = ""  # why its log cannot be read; empty if it can, or if there is none yet
         self._cache = cache
         self._has_twin_to_come: bool | None = None  # by its settings; None: not read yet
 
@@ -119,9 +121,10 @@ class Run:
             if self.twin is not None:
                 self.twin.refresh()
         try:
-            return self.index.refresh(on_progress)
-        except EventError:
-            return 0
+            count, self.problem = self.index.refresh(on_progress), ""
+        except EventError as error:
+            count, self.problem = 0, str(error) if os.path.lexists(self.folder / EVENTS) else ""
+        return count
 
     def config(self) -> dict[str, Any]:
         """Return the settings, by section."""
@@ -229,10 +232,19 @@ def read_own(path: Path, *, max_bytes: int) -> bytes:
     return read_file(path, max_bytes=max_bytes)
 
 
-def find_runs(root: Path | str, *, cache: Path | None = None) -> list[Run]:
-    """Return the run in a folder, or the runs in it and in the folders inside, at most three levels down. Twins belong to their runs."""
-    root = Path(root)
-    return [Run(folder, kind, cache=cache) for folder in _folders(root, levels=3) if (kind := kind_of(folder)) is not None]
+def find_runs(root: Path | str, *, cache: Path | None = None, known: Mapping[Path, Run] = MappingProxyType({})) -> list[Run]:
+    """Return the run in a folder, or the runs in it and in the folders inside, at most three levels down. Twins belong to their runs.
+
+    Runs that are `known`, by folder, are returned as they are, without reading their settings again.
+    """
+    found = []
+    for folder in _folders(Path(root), levels=3):
+        run = known.get(folder)
+        if run is None and (kind := kind_of(folder)) is not None:
+            run = Run(folder, kind, cache=cache)
+        if run is not None:
+            found.append(run)
+    return found
 
 
 def _folders(folder: Path, *, levels: int) -> Iterator[Path]:

@@ -123,6 +123,7 @@ class EventIndex:
 
         `on_progress` is called with the share of the file that has been read. Raise EventError if the file cannot be read.
         """
+        check_stays(self.path)
         try:
             with open(self.path, "rb") as file:
                 return self._read(file, os.fstat(file.fileno()).st_size, on_progress)
@@ -264,11 +265,12 @@ class EventIndex:
             return []
         found = []
         try:
+            check_stays(self.path)
             with open(self.path, "rb") as file:
                 for offset in offsets[start:]:
                     file.seek(offset)
                     found.append(self._decoder.decode(file.readline(MAX_LINE_BYTES)))
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        except (OSError, EventError, msgspec.DecodeError, UnicodeDecodeError):
             return []
         return found
 
@@ -481,17 +483,28 @@ def thinned(series: Series, most: int = 2000) -> Series:
     >>> len(thinned(long, 100).values) <= 100, float(thinned(long, 100).values.max()) == float(long.values.max())
     (True, True)
     """
+    chosen = chosen_points(series.values, most)
+    return Series(*(column[chosen] for column in series))
+
+
+def chosen_points(values: np.ndarray, most: int) -> np.ndarray:
+    """Return the places of the points that `thinned` keeps."""
     assert most >= 3
-    count = len(series.values)
+    count = len(values)
     if count <= most:
-        return series
+        return np.arange(count)
     edges = np.linspace(0, count - 1, (most - 1) // 2 + 1).astype(int)
     chosen: list[int] = []
     for start, end in itertools.pairwise(edges):
-        part = series.values[start:end]
+        part = values[start:end]
         chosen += sorted({start + int(np.argmin(part)), start + int(np.argmax(part))})
-    chosen.append(count - 1)
-    return Series(*(column[chosen] for column in series))
+    return np.array([*chosen, count - 1])
+
+
+def check_stays(path: Path) -> None:
+    """Raise EventError if a log is a link that leads out of its folder: whoever may write a run may not show other files by it."""
+    if path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve()):
+        raise EventError(f"{path} is a link to a file outside of its folder and is not read; move the file into the folder to see the run")
 
 
 def without_stamp(event: dict[str, Any]) -> dict[str, Any]:
@@ -501,6 +514,7 @@ def without_stamp(event: dict[str, Any]) -> dict[str, Any]:
 
 def lines_of(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a log as dicts, one after another, without an index. Lines that cannot be read are left out."""
+    check_stays(path)
     decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
     with open(path, "rb") as file:
         for line in file:
