@@ -104,8 +104,19 @@ def alone_with_device_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield
 
 
+BROWSER_TESTS = ("tests/dashboard/test_dashboard.py", "tests/dashboard/test_page.py", "tests/dashboard/test_watch.py")
+BROWSER_SECONDS = 90.0  # for all of them on a machine that does nothing else
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Name the tests that `make check` should not have to wait for."""
+    """Tell the time of the tests in browsers, and name the tests that `make check` should not have to wait for."""
+    reports = [report for reports in terminalreporter.stats.values() for report in reports if isinstance(report, pytest.TestReport)]
+    browsers = sum(report.duration for report in reports if report.nodeid.startswith(BROWSER_TESTS))
+    if browsers > BROWSER_SECONDS:
+        load = os.getloadavg()[0] / (os.cpu_count() or 1)
+        terminalreporter.write_line(
+            f"tests in browsers took {browsers:.0f} s in all, and should take {BROWSER_SECONDS:.0f} s; the load is {load:.1f} per core"
+        )
     if "not slow" in config.option.markexpr:
         long = [report for report in terminalreporter.stats.get("passed", []) if report.when == "call" and report.duration > 1]
         for report in sorted(long, key=lambda report: -report.duration):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from esper.arena.specs import PHYSICS, WEAPONS
 from esper.replay_file import DRAWN, ReplayInfo, read_replay, write_replay
-from tests.dashboard.chromium import Page, keep, skip_without_a_browser, start_chromium
+from tests.dashboard.chromium import Page, keep, skip_without_a_browser
 from tests.replays import COLUMN, WON, staged_battle
 
 pytestmark = pytest.mark.slow
@@ -70,16 +70,14 @@ def address(folder: Path, battle: tuple[dict[str, Tensor], ReplayInfo]) -> Itera
 
 
 @pytest.fixture(scope="module")
-def opened(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    driver = start_chromium(tmp_path_factory.mktemp("profile"))
-    try:
-        page = Page(driver)
-        driver.get(address)
-        page.wait(lambda: page.text("[data-frame]") == "0", "the replay was not loaded")
-        assert page.hosts() == {"127.0.0.1"}
-        yield page
-    finally:
-        driver.quit()
+def opened(address: str, browser_with_webgl: Page) -> Page:
+    page = browser_with_webgl
+    page.driver.set_window_size(1280, 940)
+    page.errors(), page.hosts()
+    page.driver.get(address)
+    page.wait(lambda: page.text("[data-frame]") == "0", "the replay was not loaded")
+    assert page.hosts() == {"127.0.0.1"}
+    return page
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ HERE = Path(__file__).parent
 TITLE = "esper"
 MAX_REQUEST_BYTES = 2**20
 HOLD_S = 4.0  # a request for a page is answered after this time even if nothing has changed
-LOOK_EVERY_S = 0.1  # at the size of a log, while a request waits
+LOOK_EVERY_S = 0.1  # at the sizes of logs, while a request waits
+LOOK_PAUSE = 30  # or, where there are many runs, this many times as long as looking took
 
 WITH_ECHARTS = ui.echart  # naming it is enough: NiceGUI then serves ECharts
 
@@ -40,7 +41,14 @@ def build_app(watcher: Watcher) -> FastAPI:
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
 
     @app.get("/api/overview")
-    async def overview() -> Response:
+    async def overview(mark: str = "") -> Response:
+        # A browser that has the table already waits here until a run begins, writes or goes.
+        end = time.monotonic() + HOLD_S
+        while mark and time.monotonic() < end and not app.state.is_stopping():
+            began = time.monotonic()
+            if await asyncio.to_thread(watcher.overview_mark) != mark:
+                break
+            await asyncio.sleep(max(LOOK_EVERY_S, LOOK_PAUSE * (time.monotonic() - began)))
         return _json(await asyncio.to_thread(watcher.overview))
 
     @app.get("/api/loading")
@@ -57,6 +65,8 @@ def build_app(watcher: Watcher) -> FastAPI:
                     break
                 await asyncio.sleep(LOOK_EVERY_S)
         page = await asyncio.to_thread(watcher.page, name, mark)
+        if page is not None and "controller" in page:
+            page["controller"].pop("utility")  # asked for as series
         return _missing("such run") if page is None else _json(page)
 
     @app.get("/api/runs/{name}/hosts/{number}")

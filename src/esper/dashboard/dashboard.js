@@ -1,10 +1,10 @@
 // The dashboard: a table of runs, a page for each run by its kind, and a comparison. A page is asked for again as soon as it has come.
 
-import { AXES, CalibrationChart, GainChart, HostLives, PALETTE, ReplayList, SeedAnalysis, SeriesChart, SeriesStore, STAGES, format, networkSvg, sparkline, timelineSvg } from "esper-watch";
+import { AXES, HostLives, PALETTE, ReplayList, SeedAnalysis, SeriesChart, SeriesStore, STAGES, format, networkSvg, sparkline, timelineSvg } from "esper-watch";
 
 const EVERY_MS = 500;
 const SHORT_MS = 300;
-const OVERVIEW_MS = 2000;
+const COMPARE_MS = 2000;
 const STATES = { running: "running", finished: "finished", stopped: "stopped", dead: "dead", empty: "no events yet" };
 const GONE = "its folder is gone";
 
@@ -87,9 +87,9 @@ const template = `
           <td><a :href="'#/runs/' + run.id" @click.stop>{{ run.name }}</a></td>
           <td>{{ run.kind }}</td>
           <td><span class="state" :class="'is-' + run.state">{{ states[run.state] }}</span></td>
-          <td><span v-if="run.progress !== null" class="progress"><i :style="{ width: 100 * run.progress + '%' }"></i></span> <small>{{ run.progress === null ? '' : Math.floor(100 * run.progress) + ' %' }}</small></td>
+          <td data-progress><span v-if="run.progress !== null" class="progress"><i :style="{ width: 100 * run.progress + '%' }"></i></span> <small>{{ run.progress === null ? '' : Math.floor(100 * run.progress) + ' %' }}</small></td>
           <td class="number" data-last>{{ format(run.last) }}</td>
-          <td class="number wide" :title="run.figure">{{ format(run.best) }} <small>{{ run.figure }}</small></td>
+          <td class="number wide" data-best :title="run.figure">{{ format(run.best) }} <small>{{ run.figure }}</small></td>
           <td class="wide spark" v-html="sparkline(run.spark)"></td>
           <td class="wide"><small>{{ ago(run.touched) }}</small></td>
           <td class="wide"><button v-for="tag in run.tags" :key="tag" type="button" class="tag" :title="'show runs with ' + tag" @click.stop="filter = tag">{{ tag }}</button></td>
@@ -113,7 +113,7 @@ const template = `
         <template v-if="growth">
           <div v-if="growth.compared" class="figure"><small>accuracy against the twin</small><b data-twin>{{ points(growth.compared.accuracy_difference) }}</b><small>[{{ points(growth.compared.low) }}, {{ points(growth.compared.high) }}]</small></div>
           <div class="figure"><small>seeds kept</small><b data-kept>{{ growth.seeds.filter((seed) => seed.outcome === 'kept').length }} of {{ growth.seeds.length }}</b></div>
-          <div class="figure"><small>parameters</small><b data-parameters>{{ format(latestParameters) }}</b><small>host {{ format(growth.started.parameters) }}</small></div>
+          <div class="figure"><small>parameters</small><b data-parameters>{{ format(growth.parameters) }}</b><small>host {{ format(growth.started.parameters) }}</small></div>
         </template>
         <div v-for="tag in page.summary.tags" :key="tag" class="tag">{{ tag }}</div>
       </div>
@@ -121,7 +121,9 @@ const template = `
       <p v-if="page.summary.state === 'dead'" class="warning" role="alert">The last sign of life of its process was {{ ago(page.summary.touched) }}. It was killed, or hangs. Give its command the option --resume to continue it.</p>
       <p v-if="problem === gone" class="warning" role="alert">The folder of this run was moved or removed. These are the last figures from it. See <a href="#/">all runs</a>.</p>
       <p v-if="page.skipped" class="warning" role="alert">{{ page.skipped === 1 ? 'One line of its log is' : page.skipped + ' lines of its log are' }} damaged and left out, as after a full disk or a crash. All others are shown.</p>
-      <p v-if="page.summary.state === 'empty'" class="empty">It has written no events yet. Its training is about to start; if this stays so, look into the terminal where it was started.</p>
+      <p v-if="page.unread" class="warning" role="alert" data-unread>{{ page.unread }}</p>
+      <p v-if="page.missing" class="notice" data-missing>{{ page.missing }}</p>
+      <p v-if="page.summary.state === 'empty' && !page.unread" class="empty">It has written no events yet. Its training is about to start; if this stays so, look into the terminal where it was started.</p>
       <p v-else-if="growth && growth.started.note" class="quiet">{{ growth.started.note }}</p>
 
       <section v-if="growth" class="card">
@@ -150,8 +152,8 @@ const template = `
       <div class="grid">
         <series-chart v-if="page.controller && utilityLines.length" title="utility per round" :lines="utilityLines" :store="store" :version="version" :controls="controls" :is-dark="isDark" :choices="['rent', 'cell']" :choice="utilityBy" @choose="utilityBy = $event" note="Gain over the twin minus rent, mean over hosts, with the 95 % interval over groups of hosts that share a twin." />
         <series-chart v-for="chart in charts" :key="chart.title" :title="chart.title" :lines="chart.lines" :store="store" :version="version" :controls="controls" :is-dark="isDark" :marks="chart.marks" />
-        <gain-chart v-if="growth && growth.seeds.length" :key="'gain' + page.twin.length" :run="{ id: page.id }" :twin="page.twin.length ? { id: page.id, twin: true } : null" :store="store" :version="version" :controls="controls" :is-dark="isDark" />
-        <calibration-chart v-if="page.calibration" :calibration="page.calibration" :controls="controls" :is-dark="isDark" />
+        <series-chart v-if="growth && growth.seeds.length" :title="gainBy === 'progress' ? 'gain during training' : 'gain against ' + gainBy" :lines="gainLines" :store="store" :version="version" :controls="controls" :is-dark="isDark" :choices="['parameters', 'FLOPs', 'progress']" :choice="gainBy" @choose="gainBy = $event" :note="gainNote" />
+        <series-chart v-if="page.calibration" title="calibration of the critic" :lines="calibrationLines" :store="store" :version="version" :controls="controls" :is-dark="isDark" :note="calibrationNote" />
       </div>
 
       <host-lives v-if="page.controller" :id="page.id" :rounds="page.controller.rounds" />
@@ -228,7 +230,7 @@ const template = `
     <p v-else-if="!compared" class="empty">{{ problem || 'Reading the runs …' }}</p>
     <template v-else>
       <p v-if="compared.runs.length < route.ids.length" class="warning" role="alert">{{ route.ids.length - compared.runs.length }} of the chosen runs were moved or removed.</p>
-      <div class="figures"><div v-for="(run, index) in compared.runs" :key="run.id" class="figure"><small><i class="dot" :style="{ background: palette[index % palette.length] }"></i>{{ run.name }}</small><b>{{ format(run.best) }}</b><small>{{ run.figure }}, best</small></div></div>
+      <div class="figures"><div v-for="run in compared.runs" :key="run.id" class="figure"><small><i class="dot" :style="{ background: palette[compareGroups.findIndex((group) => group.includes(run)) % palette.length] }"></i>{{ nameOf(run) }}</small><b>{{ format(run.best) }}</b><small>{{ run.figure }}, best</small></div></div>
       <div class="grid"><series-chart v-for="name in compareNames" :key="name" :title="name" :lines="compareLines(name)" :store="store" :version="version" :controls="controls" :is-dark="isDark" /></div>
       <section v-if="differences.length" class="card" data-differences><header><h3>differences over seeds: {{ compared.over_seeds.figure }}</h3></header>
         <ul class="log"><li v-for="(row, index) in differences" :key="index"><b>{{ row.name }}</b> {{ row.text }}</li></ul>
@@ -245,7 +247,7 @@ const template = `
 
 export default {
   template,
-  components: { CalibrationChart, GainChart, HostLives, ReplayList, SeedAnalysis, SeriesChart },
+  components: { HostLives, ReplayList, SeedAnalysis, SeriesChart },
   data: () => ({
     route: { page: "runs" },
     runs: [],
@@ -261,6 +263,7 @@ export default {
     seedNumber: null,
     probeEpoch: null,
     utilityBy: "rent",
+    gainBy: "parameters",
     own: "",
     version: 0,
     problem: "",
@@ -333,15 +336,30 @@ export default {
       return this.route.page === "run" ? this.page?.seeds.length > 1 : this.compared?.runs.length > 1;
     },
     utilityLines() {
-      const lines = this.page.controller.utility[this.utilityBy] ?? [];
-      return lines.map((series, index) => {
-        const own = this.line(null, series.label, PALETTE[index % PALETTE.length]);
-        return { ...own, axes: { ...own.axes, step: "round" }, series };
+      const prefix = `@utility/${this.utilityBy}/`;
+      return this.page.computed.filter((name) => name.startsWith(prefix)).map((name, index) => {
+        const own = this.line(name, name.slice(prefix.length), PALETTE[index % PALETTE.length]);
+        const axes = { ...own.axes, step: "round" };
+        return { ...own, axes, siblings: own.siblings.map((line) => ({ ...line, axes })) };
       });
     },
-    latestParameters() {
-      const seeds = this.growth.slots.reduce((sum, slot) => sum + (slot.blueprint ? slot.parameters ?? 0 : 0), 0);
-      return (this.growth.started.parameters ?? 0) + seeds;
+    gainLines() {
+      const name = this.page.computed[0];
+      const x = { parameters: { column: "size/parameters", name: "parameters", isCourse: true }, FLOPs: { column: "size/flops", name: "FLOPs of a forward pass", isCourse: true } }[this.gainBy];
+      const line = { ...this.line(name, name === "@gain/twin" ? "gain over the twin" : "fall of the loss", PALETTE[2]), x, dots: Boolean(x) };
+      return [{ ...line, siblings: line.siblings.map((other) => ({ ...other, x })) }];
+    },
+    gainNote() {
+      const what = this.page.computed[0] === "@gain/twin" ? "Validation loss of the twin minus that of the network, epoch by epoch." : "Fall of the validation loss since the first epoch. With --twin it is compared with a network that never grows.";
+      return this.gainBy === "progress" ? what : `${what} Choose progress to see it by ${this.controls.axis === "flops" ? "FLOPs of the training" : this.controls.axis}.`;
+    },
+    calibrationLines() {
+      const x = { column: "predicted", name: "predicted return", isCourse: false };
+      const line = { ...this.line("@calibration", "achieved", PALETTE[0]), x, dots: true };
+      return [{ ...line, siblings: line.siblings.map((other) => ({ ...other, x })) }, { ...line, name: null, label: "as predicted", color: PALETTE[7], dashed: true, dots: false, isDiagonal: true }];
+    },
+    calibrationNote() {
+      return `Mean discounted return of the steps that the critic gave about the same value, with its 95 % interval; the last ${this.page.calibration.updates} updates. On the dashed line the critic is right. The points do not follow one another in time, so axis and smoothing do not change them.`;
     },
     settings() {
       return JSON.stringify(this.page.config, null, 2);
@@ -375,9 +393,14 @@ export default {
         return { name: `${pair.ours} − ${pair.theirs}`, text: `${format(pair.estimate)} ${interval} over ${pair.seeds.length} ${pair.seeds.length === 1 ? "seed" : "seeds"}` };
       });
     },
+    // Runs of one setting, which differ in nothing but their seed, have one colour and are drawn as their mean; otherwise each has its own.
+    compareGroups() {
+      const settings = Object.entries(this.compared.settings).filter(([setting]) => !/(^|\.)seed$/.test(setting));
+      return Object.values(Object.groupBy(this.compared.runs, (run) => JSON.stringify(this.controls.bySeed ? settings.map(([setting, row]) => [setting, row[run.id]]) : run.id)));
+    },
     compareNames() {
       const kinds = [...new Set(this.compared.runs.map((run) => run.kind))];
-      const wanted = (CHARTS[kinds[0]] ?? []).flatMap(([, names]) => names.slice(0, 2));
+      const wanted = ["round_ended/utility", ...(CHARTS[kinds[0]] ?? []).flatMap(([, names]) => names.slice(0, 2))];
       return this.compared.series.filter((name) => wanted.some((other) => name === other || (other.endsWith("/") && name.startsWith(other)))).slice(0, 8);
     },
   },
@@ -390,16 +413,15 @@ export default {
       } catch (error) {
         if (error.name !== "AbortError") this.problem = error.message === GONE ? GONE : error instanceof TypeError ? "esper watch does not answer; start it again, and this page goes on" : `esper watch reports: ${error.message}`;
       }
-      // The server answers for a run when its log has grown, so there is no need to wait before asking again, except for the eyes.
-      this.timer = setTimeout(() => this.tick(), Math.max((this.route.page === "run" && !this.problem ? SHORT_MS : EVERY_MS) - (performance.now() - began), 50));
+      // The server answers when a log has grown, so there is no need to wait before asking again, except for the eyes. A comparison is polled.
+      this.timer = setTimeout(() => this.tick(), Math.max((this.route.page !== "compare" && !this.problem ? SHORT_MS : EVERY_MS) - (performance.now() - began), 50));
     },
     async refresh() {
       this.now = Date.now() / 1000;
       if (this.route.page === "runs") {
-        if (performance.now() - (this.asked ?? -Infinity) < OVERVIEW_MS) return;
         if (!this.isLoaded) this.watchLoading();
-        const overview = await this.json("/api/overview");
-        this.asked = performance.now();
+        const overview = await this.json(`/api/overview?mark=${this.mark ?? ""}`);
+        this.mark = overview.mark;
         this.runs = overview.runs;
         this.root = overview.root;
         this.isLoaded = true;
@@ -410,8 +432,13 @@ export default {
         if (!this.page) this.watchLoading();
         const page = await this.json(`/api/runs/${id}?mark=${this.page?.mark ?? ""}`);
         if (this.route.id !== id) return;
+        // New texts and points come in one frame; a page that opens first says which points it needs.
+        const hasNewPoints = this.page && (await this.store.refresh());
+        if (this.route.id !== id) return;
         if (page.summary) this.page = Object.freeze(page); // Vue then does not watch every part of it
-      } else if (!this.compared || performance.now() - (this.asked ?? -Infinity) > OVERVIEW_MS) {
+        if (hasNewPoints) this.version += 1;
+        return;
+      } else if (!this.compared || performance.now() - (this.asked ?? -Infinity) > COMPARE_MS) {
         const found = await this.json(`/api/compare?runs=${this.route.ids.join(",")}`);
         if (JSON.stringify(found) !== JSON.stringify(this.compared)) this.compared = Object.freeze(found);
         this.asked = performance.now();
@@ -446,6 +473,7 @@ export default {
       this.seedNumber = null;
       this.probeEpoch = null;
       this.asked = undefined;
+      this.mark = undefined;
       this.problem = "";
       if (place === "runs" && rest) this.route = { page: "run", id: rest };
       else if (place === "compare") this.route = { page: "compare", ids: (rest ?? "").split(",") };
@@ -521,8 +549,8 @@ export default {
     // A line of a chart: one series of this run, and of the runs with other seeds.
     line(name, label, color) {
       const own = { run: { id: this.page.id }, started: this.page.summary.started, name, label, color, dashed: false };
-      const axes = { ...AXES, step: this.growth ? "epoch" : name?.startsWith("round_ended/") ? "fleets that have ended" : "step", flops: this.page.summary.kind === "growth" ? "GFLOPs" : this.page.summary.kind === "controller" ? "GFLOPs of the hosts" : "GFLOPs of the policy, estimated" };
-      return { ...own, axes, siblings: name ? this.page.seeds.map((run) => ({ ...own, run: { id: run.id }, started: run.started })) : [] };
+      const axes = { ...AXES, step: this.growth ? "epoch" : name.startsWith("round_ended/") ? "fleets that have ended" : "step", flops: this.page.summary.kind === "growth" ? "GFLOPs" : this.page.summary.kind === "controller" ? "GFLOPs of the hosts" : "GFLOPs of the policy, estimated" };
+      return { ...own, axes, siblings: this.page.seeds.map((run) => ({ ...own, run: { id: run.id }, started: run.started, twinStarted: run.twin_started })) };
     },
     chartsOf(wantedCharts) {
       return wantedCharts.map(([title, wanted]) => {
@@ -533,21 +561,25 @@ export default {
         const shared = (title === "loss" ? ["epoch_ended/val_loss"] : title === "metrics" ? names : []).filter((name) => this.page.twin?.includes(name));
         for (const name of shared) {
           const same = lines.find((line) => line.name === name);
-          lines.push({ ...same, run: { id: this.page.id, twin: true }, started: this.growth.twin_started, label: `twin: ${same.label}`, color: title === "loss" ? PALETTE[7] : same.color, dashed: true, siblings: same.siblings.map((line) => ({ ...line, run: { ...line.run, twin: true } })) });
+          lines.push({ ...same, run: { id: this.page.id, twin: true }, started: this.growth.twin_started, label: `twin: ${same.label}`, color: title === "loss" ? PALETTE[7] : same.color, dashed: true, siblings: same.siblings.map((line) => ({ ...line, run: { ...line.run, twin: true }, started: line.twinStarted })) });
         }
         return { title, lines };
       }).filter((chart) => chart.lines.length);
     },
+    // A line for each run or, by seed, for each setting; those of twins are dashed.
     compareLines(name) {
-      const line = (run, index) => ({ run: { id: run.id }, started: run.started, name, label: run.name, color: PALETTE[index % PALETTE.length], dashed: false });
-      if (!this.controls.bySeed) return this.compared.runs.map(line);
-      // Runs of one setting differ in nothing but their seed: draw their mean.
-      const isSeed = (setting) => /(^|\.)seed$/.test(setting);
-      const keys = this.compared.runs.map((run) => JSON.stringify(Object.entries(this.compared.settings).filter(([setting]) => !isSeed(setting)).map(([setting, row]) => [setting, row[run.id]])));
-      return [...new Set(keys)].map((key, index) => {
-        const members = this.compared.runs.filter((_, place) => keys[place] === key);
-        return { ...line(members[0], index), siblings: members.map((run) => line(run, index)) };
+      const axes = { ...AXES, step: name.startsWith("epoch_ended/") ? "epoch" : name.startsWith("round_ended/") ? "fleets that have ended" : "step" };
+      return this.compareGroups.flatMap((members, index) => {
+        const common = { name, axes, color: PALETTE[index % PALETTE.length] };
+        const called = `${this.nameOf(members[0])}${members.length > 1 ? ` and ${members.length - 1} more` : ""}`;
+        const own = members.map((run) => ({ ...common, run: { id: run.id }, started: run.started, label: called, dashed: false }));
+        const twins = members.filter((run) => run.twin.includes(name)).map((run) => ({ ...common, run: { id: run.id, twin: true }, started: run.twin_started, label: `twin of ${called}`, dashed: true }));
+        return [own, twins].filter((lines) => lines.length).map((lines) => ({ ...lines[0], siblings: lines }));
       });
+    },
+    // The name of a run; its folder where another run in the comparison has the same name.
+    nameOf(run) {
+      return this.compared.runs.some((other) => other.id !== run.id && other.name === run.name) ? run.folder : run.name;
     },
   },
 };

@@ -16,20 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
+from esper.dashboard.series import CHANGING, config_of, series_columns, win_rate_ends
 from esper.files import printable, user_cache
 from esper.runs.analysis import ANALYSIS, blueprint_rows, how_measured, read_analysis, seeds_of
-from esper.runs.catalog import LABELS, Run, at_steps, differing_settings, find_runs, settings_of
+from esper.runs.catalog import LABELS, Run, differing_settings, find_runs, settings_of
 from esper.runs.compare import NOT_COMPARED, compare_opened, seed_of
 from esper.runs.controller_story import ControllerStory, joined_calibration
 from esper.runs.folder import CONFIG, EVENTS, TWIN, RunError
 from esper.runs.health import lights, problems
-from esper.runs.index import Series, thinned, without_stamp
+from esper.runs.index import chosen_points, without_stamp
 from esper.runs.opponents import opponent_rows, replay_rows, replays_of
 
 POINTS = 2000  # of one series, at most
-SEARCH_EVERY_S = 2.0  # for new run folders
+SEARCH_EVERY_S = 0.4  # for new run folders
+SEARCH_PAUSE = 30  # or, where there are many, this many times as long as searching took
 GROWS = {"GERMINATED": "grows", "FOSSILIZED": "kept", "PRUNED": "pruned"}  # stages that are marked in charts -> their word
 
 
@@ -46,14 +47,13 @@ class Watcher:
         self._sent: dict[str, tuple[str, tuple[int, ...]]] = {}  # by name in addresses: mark of the last page, and stamp of its files
         self._analyses: dict[Path, tuple[list[tuple[int, int]], dict[str, Any]]] = {}  # by folder: what it was made from, and the analysis
         self._lock = threading.RLock()
-        self._searched = -math.inf
+        self._searched, self._search_took = -math.inf, 0.0
         self.loading = 1.0  # share of the logs that has been read
 
     def refresh(self) -> None:
         """Look for new runs, and read new events of all of them."""
         with self._lock:
-            if time.monotonic() - self._searched >= SEARCH_EVERY_S:
-                self._search()
+            self._search_now_and_then()
             for number, run in enumerate(self._runs.values()):
                 run.refresh(partial(self._note_progress, number))
             self.loading = 1.0
@@ -61,10 +61,18 @@ class Watcher:
     def _note_progress(self, number: int, share: float) -> None:
         self.loading = (number + share) / len(self._runs)
 
+    def _search_now_and_then(self) -> None:
+        if time.monotonic() - self._searched >= max(SEARCH_EVERY_S, SEARCH_PAUSE * self._search_took):
+            self._search()
+
     def _search(self) -> None:
-        found = {name_in_address(run.folder): run for root in self.roots for run in find_runs(root, cache=self._cache)}
-        self._runs = {name: self._runs.get(name, run) for name, run in found.items()}
+        began = time.monotonic()
+        names = {run.folder: name for name, run in self._runs.items()}
+        known = {run.folder: run for run in self._runs.values()}
+        found = [run for root in self.roots for run in find_runs(root, cache=self._cache, known=known)]
+        self._runs = {names.get(run.folder) or name_in_address(run.folder): run for run in found}
         self._searched = time.monotonic()
+        self._search_took = self._searched - began
         for kept in (self._stories, self._controllers, self._settings, self._analyses):
             for folder in kept.keys() - {run.folder for run in self._runs.values()}:
                 kept.pop(folder)
@@ -77,18 +85,30 @@ class Watcher:
                 self._search()
                 run = self._runs.get(name)
             if run is not None:
-                run.refresh()
+                run.refresh(self._note_share)
+                self.loading = 1.0
             return run
+
+    def _note_share(self, share: float) -> None:
+        self.loading = share
 
     # Pages
 
     def overview(self) -> dict[str, Any]:
         """Return all runs, live ones first, then the newest."""
         with self._lock:
+            mark = self.overview_mark()
             self.refresh()
             rows = [{"id": name, **msgspec.to_builtins(run.summary())} for name, run in self._runs.items()]
         rows.sort(key=lambda row: (row["state"] != "running", -row["touched"]))
-        return {"root": printable(", ".join(map(str, self.roots))), "runs": [_clean(row) for row in rows], "now": time.time()}
+        return {"root": printable(", ".join(map(str, self.roots))), "runs": [_clean(row) for row in rows], "mark": mark, "now": time.time()}
+
+    def overview_mark(self) -> str:
+        """Return a text that changes when a run begins, writes or is removed."""
+        with self._lock:
+            self._search_now_and_then()
+            stamps = [[name, self.stamp(name)] for name in self._runs]
+        return hashlib.blake2b(msgspec.json.encode(stamps), digest_size=12).hexdigest()
 
     def stamp(self, name: str) -> tuple[int, ...]:
         """Return sizes and times of the files that the page of a run is made from: the same stamp, the same page, but for its age."""
@@ -129,22 +149,30 @@ class Watcher:
                 "mark": new_mark,
                 "seeds": self._seeds_of_setting(name),
                 "summary": msgspec.to_builtins(run.summary()),
-                "config": _config(run),
+                "config": config_of(run),
                 "kinds": run.index.kinds,
                 "series": run.index.names(),
+                "computed": [],
                 "generation": run.index.generation,
                 "skipped": run.index.skipped,
+                "unread": run.problem,
+                "missing": missing_telemetry(run),
                 "problems": problems(run.index),
                 "now": time.time(),
             }
             if run.kind == "growth":
                 page["growth"] = self._story(run)
                 page["twin"] = [] if run.twin is None else run.twin.index.names()
+                page["computed"] = ["@gain/twin" if "epoch_ended/val_loss" in page["twin"] else "@gain/first"]
             else:
                 page["health"] = [light._asdict() for light in lights(run.index)]
                 page["calibration"] = joined_calibration(run)
+                page["computed"] = [] if page["calibration"] is None else ["@calibration"]
             if run.kind == "controller":
-                page["controller"] = self._controller(run).page(run)
+                page["controller"] = self._controller_page(run)
+                page["computed"] += [
+                    f"@utility/{by}/{line['label']}" for by, lines in page["controller"]["utility"].items() for line in lines
+                ]
             if run.kind in ("growth", "controller"):
                 page |= self._analysis(run)
             if run.kind == "arena":
@@ -159,7 +187,9 @@ class Watcher:
     ) -> dict[str, Any]:
         """Return the points of some series: those after the first `seen` ones, or at most `POINTS` of all if the log was cut since.
 
-        The answer for a series is {"start": number of points before these, "total": ..., "steps": [...], "times": [...], "values": [...]}.
+        The answer for a series is {"start": number of points before these, "total": ..., "steps": [...], "times": [...], "values": [...]}
+        and, where it has them, "low" and "high" (ends of its 95 % interval) and places on axes of its own. Where `start` is less than
+        `seen`, the last points are sent again, because they have changed.
         """
         with self._lock:
             run = self.run(name)
@@ -167,20 +197,21 @@ class Watcher:
                 run = run.twin
             if run is None:
                 return {"generation": 0, "series": {}}
-            is_known = generation == run.index.generation
+            # A twin that was resumed changes the gain over it.
+            present = run.index.generation + (0 if run.twin is None else run.twin.index.generation)
             answer = {}
             for label in wanted:
-                series = progress_series(run, label) if label.startswith("@") else run.index.series(label)
-                start = min(seen.get(label, 0), len(series.values)) if is_known else 0
-                part = thinned(type(series)(*(column[start:] for column in series)), POINTS)
-                answer[label] = {
-                    "start": start,
-                    "total": len(series.values),
-                    "steps": part.steps.tolist(),
-                    "times": part.times.tolist(),
-                    "values": [None if not math.isfinite(value) else value for value in part.values.tolist()],
-                }
-        return {"generation": run.index.generation, "series": answer}
+                columns = series_columns(run, label, utility=self._controller_page(run)["utility"] if run.kind == "controller" else {})
+                total = len(columns["values"])
+                start = min(seen.get(label, 0), total) if generation == present else 0
+                if label.startswith(CHANGING):  # sent again: the newest round, or all of it
+                    start = max(start - 1, 0) if label.startswith("@utility/") else 0
+                chosen = chosen_points(columns["values"][start:], POINTS)
+                part = {name: column[start:][chosen] for name, column in columns.items()}
+                if "trials" in part:
+                    part |= win_rate_ends(part["values"], part.pop("trials"))
+                answer[label] = {"start": start, "total": total, **{name: _clean(column.tolist()) for name, column in part.items()}}
+        return {"generation": present, "series": answer}
 
     def hosts(self, name: str, number: int) -> list[dict[str, Any]]:
         """Return the lives of the hosts of a round of a controller's training; none if there is no such run or round."""
@@ -195,6 +226,14 @@ class Watcher:
         story = self._controllers.setdefault(run.folder, ControllerStory())
         story.refresh(run.index)
         return story
+
+    def _controller_page(self, run: Run) -> dict[str, Any]:
+        """Return the controller's part of the page; the one of before if its log has not grown since."""
+        mark = [(run.index.generation, run.index.offset)]
+        before = self._stories.get(run.folder)
+        if before is None or before[0] != mark:
+            before = self._stories[run.folder] = mark, self._controller(run).page(run)
+        return before[1]
 
     def _mark(self, run: Run) -> str:
         """Return a text that changes with everything that the page of a run shows, except series and the last sign of life."""
@@ -216,7 +255,9 @@ class Watcher:
         if own == b"" or len(same) < 2 or len(set(same.values())) < len(same):
             return []
         ordered = sorted(same, key=lambda id_: same[id_] or 0)
-        return [{"id": id_, "name": self._runs[id_].name, "seed": same[id_], "started": self._runs[id_].started()} for id_ in ordered]
+        runs = [(id_, self._runs[id_]) for id_ in ordered]
+        twins = {id_: None if run.twin is None else run.twin.started() for id_, run in runs}
+        return [{"id": id_, "name": run.name, "seed": same[id_], "started": run.started(), "twin_started": twins[id_]} for id_, run in runs]
 
     def _setting(self, run: Run) -> tuple[bytes, int | None]:
         """Return the settings of a run without its seed, as one text, and the seed. The text is empty if the settings cannot be read."""
@@ -226,7 +267,7 @@ class Watcher:
             return b"", None
         known = self._settings.get(run.folder)
         if known is None or known[0] != changed:
-            config = _config(run)
+            config = config_of(run)
             kept = sorted((name, value) for name, value in settings_of(config).items() if name not in NOT_COMPARED)
             known = self._settings[run.folder] = changed, msgspec.json.encode([run.kind, kept], enc_hook=str), seed_of(config)
         return known[1], known[2]
@@ -272,36 +313,12 @@ class Watcher:
             found: dict[str, Any] = _clean(
                 {
                     "over_seeds": over_seeds,
-                    "runs": [{"id": name, **msgspec.to_builtins(run.summary())} for name, run in runs.items()],
-                    "settings": differing_settings({name: _config(run) for name, run in runs.items()}),
+                    "runs": [{"id": name, **msgspec.to_builtins(run.summary()), **_twin_of(run)} for name, run in runs.items()],
+                    "settings": differing_settings({name: config_of(run) for name, run in runs.items()}),
                     "series": [label for label in order if all(label in names for names in shared)],
                 }
             )
             return found
-
-
-def progress_series(run: Run, name: str) -> Series:
-    """Return the samples ("@samples") or the GFLOPs ("@gflops") that a run has used so far, by step; empty if it does not tell them.
-
-    A growth run counts the FLOPs of its training, a controller's those of its hosts. Other learners count those of their policy, estimated:
-    2 per weight and step to act, and 6 in every epoch of an update. That is too few for a network that uses its weights more than once.
-    """
-    get = run.index.series
-    if run.kind == "growth":
-        rates, seconds = get("epoch_ended/samples_per_second"), get("epoch_ended/seconds")
-        if name == "@gflops":
-            return get("epoch_ended/total_gflops")
-        return rates._replace(values=np.cumsum(rates.values * at_steps(seconds, rates.steps)))
-    if run.kind == "controller":
-        rounds = get("round_ended/gflops" if name == "@gflops" else "round_ended/samples")
-        return rounds._replace(values=np.cumsum(rounds.values))
-    updates = get("update/update")
-    if name == "@samples":
-        return updates._replace(values=updates.steps.astype(float))
-    started, ppo = run.index.events("run_started")[-1:], _config(run).get("ppo", {})
-    weights = started[0].get("parameters") if started else None
-    per_step = (weights or 0) * (2 + 6 * ppo.get("num_epochs", 1)) / 1e9
-    return updates._replace(values=updates.steps * per_step) if per_step else get("")
 
 
 def name_in_address(folder: Path) -> str:
@@ -309,11 +326,35 @@ def name_in_address(folder: Path) -> str:
     return hashlib.blake2b(os.fsencode(folder.resolve()), digest_size=6).hexdigest()
 
 
-def _config(run: Run) -> dict[str, Any]:
-    try:
-        return run.config()
-    except (OSError, ValueError):
-        return {}
+def _twin_of(run: Run) -> dict[str, Any]:
+    """Return the names of the series of a run's twin, and when it started; no names if it has none."""
+    return {"twin": [] if run.twin is None else run.twin.index.names(), "twin_started": None if run.twin is None else run.twin.started()}
+
+
+def missing_telemetry(run: Run) -> str:
+    """Return why parts of the page of a run are empty, and what to do; empty if the run writes all that the page shows.
+
+    A run whose settings do not tell the level of its telemetry is judged by what it has written.
+    """
+    level = config_of(run).get("telemetry")
+    if level is None and run.kind == "growth" and run.index.kinds.get("epoch_ended"):
+        started = run.index.events("growth_started")[-1:]
+        has_slots = any(name.startswith("epoch_ended/slots/") for name in run.index.names())
+        level = "minimal" if started and started[0].get("slots") and not has_slots else None
+    details = {
+        "growth": "alpha, contribution, age and weights of the slots, the probe's readings, and candidates that were passed over",
+        "ppo": "entropy and KL of the heads, gradient norms, and the calibration of the critic",
+    }
+    details |= {"arena": details["ppo"], "controller": f"{details['ppo']}, and the lives of the hosts"}
+    if level == "off":
+        return (
+            "Its telemetry is off, so it writes neither curves nor events. Start a run with --telemetry normal, the default, to see them."
+        )
+    if level == "minimal":
+        return (
+            f"Its telemetry is minimal and leaves out: {details[run.kind]}. Start a run with --telemetry normal, the default, to see them."
+        )
+    return ""
 
 
 # Growth
@@ -327,6 +368,11 @@ def growth_story(run: Run, twin: Run | None = None) -> dict[str, Any]:
     seeds = seeds_of([*index.events("stage_entered"), *index.events("measured"), *epochs, *index.events("rolled_back")])
     last = {view["slot"]: view for view in epochs[-1]["slots"]} if epochs else {}
     empty = {"stage": "DORMANT", "blueprint": None, "alpha": 0.0}
+    if not last:  # at the level minimal, only the stages are known
+        for event in index.events("stage_entered"):
+            has_seed = event["stage"] not in ("PRUNED", "EMBARGOED", "DORMANT")
+            alpha = 1.0 if event["stage"] == "FOSSILIZED" else None
+            last[event["slot"]] = {**without_stamp(event), "alpha": alpha} if has_seed else {**empty, "stage": event["stage"]}
     if any(event["why"] != "stopped" for event in index.events("growth_finished")[-1:]):  # the model has only the kept seeds
         last = {slot: view if view["stage"] == "FOSSILIZED" else {"slot": slot, **empty} for slot, view in last.items()}
     slots = [{"slot": slot, **last.get(slot, empty)} for slot in started.get("slots", [])]
@@ -343,6 +389,7 @@ def growth_story(run: Run, twin: Run | None = None) -> dict[str, Any]:
             name: started.get(name) for name in ("controller", "raise_mode", "epochs", "parameters", "flops", "device", "optimizer", "note")
         },
         "slots": slots,
+        "parameters": (index.events("growth_finished")[-1:] or epochs[-1:] or [started])[0].get("parameters"),
         "seeds": seeds,
         "marks": marks,
         "rollbacks": rollbacks,

@@ -7,9 +7,11 @@ export const PALETTE = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "
 const MARKS = { grows: "#0072b2", kept: "#009e73", pruned: "#e69f00", "rolled back": "#d55e00" };
 const MOST = 600; // points of a mean over runs
 const FEW = 12; // a line with fewer points shows each of them
-const REPAINT_MS = 900; // while a run trains, a chart is painted at most this often
-const LONGEST_MS = 4000; // and at least this often
-const SHARE = 0.02; // of a core that painting all visible charts may take, about as much comes on top outside of this program
+const SOONEST_MS = 250; // while a run trains, charts are painted at most this often
+const LATEST_MS = 500; // and at least this often, so that a new point is seen within a second
+const SHARE = 0.04; // of a core that painting may take in between
+const WHOLE_MS = 10_000; // in between, new points are added to a chart, which takes a tenth of the time of painting all of it
+const ROOM = 0.04; // of the x axis that is kept free for them, at most
 
 export function format(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
@@ -76,7 +78,7 @@ function safeName(name) {
   return name in {} ? `\u200b${name}` : name;
 }
 
-// The interval around a line as one filled shape.
+// The interval around a line as one filled shape, or as a stroke at each point of a line on an axis of its own, which may go back.
 function bandSeries(line) {
   return {
     type: "custom",
@@ -90,17 +92,67 @@ function bandSeries(line) {
     clip: true,
     color: line.color,
     renderItem: (_, api) => {
-      const shown = line.band.filter((row) => row[1] !== null && row[2] !== null);
-      const corners = [...shown.map((row) => api.coord([row[0], row[2]])), ...shown.reverse().map((row) => api.coord([row[0], row[1]]))];
+      const place = (row, end) => api.coord([row[0], row[end]]);
+      if (line.x?.isCourse) {
+        const strokes = line.band.map((row) => [...place(row, 1), ...place(row, 2)]).filter((ends) => ends.every(Number.isFinite));
+        return { type: "group", children: strokes.map(([x1, y1, x2, y2]) => ({ type: "line", shape: { x1, y1, x2, y2 }, style: { stroke: line.color, lineWidth: 1.5, opacity: 0.4 } })) };
+      }
+      const corners = [...line.band.map((row) => place(row, 2)), ...line.band.toReversed().map((row) => place(row, 1))];
       return { type: "polygon", shape: { points: corners.filter((corner) => corner.every(Number.isFinite)) }, style: { fill: line.color, opacity: 0.16 } };
     },
   };
 }
 
-export class LineChart {
-  static visible = 0; // charts inside the window
-  static cost = 5; // milliseconds that painting one takes, averaged
+// At most `most` points of a line: the smallest and the largest value of equal parts, and the last point.
+export function thin(points, most) {
+  if (points.length <= most) return points;
+  const size = (points.length - 1) / ((most - 1) >> 1);
+  const found = [];
+  for (let start = 0; start < points.length - 1; start += size) {
+    const end = Math.min(Math.floor(start + size), points.length - 1);
+    let [low, high] = [Math.floor(start), Math.floor(start)];
+    for (let place = low + 1; place < end; place += 1) {
+      if (points[place][1] < points[low][1]) low = place;
+      if (points[place][1] > points[high][1]) high = place;
+    }
+    found.push(points[Math.min(low, high)]);
+    if (low !== high) found.push(points[Math.max(low, high)]);
+  }
+  found.push(points.at(-1));
+  return found;
+}
 
+// Paints charts that have new points, all of them in one frame, since a frame costs as much as several charts.
+const painter = {
+  waiting: new Set(),
+  frame: -Infinity, // when the frame began in which charts were last painted
+  cost: 0, // milliseconds that painting took in it
+  timer: null,
+
+  ask(chart) {
+    const wait = this.frame + Math.min(Math.max(this.cost / SHARE, SOONEST_MS), LATEST_MS) - performance.now();
+    if (wait <= 0 || this.frame === document.timeline.currentTime) {
+      this.paint(chart);
+      return;
+    }
+    this.waiting.add(chart);
+    this.timer ??= setTimeout(() => requestAnimationFrame(() => {
+      this.timer = null;
+      for (const late of this.waiting) this.paint(late);
+      this.waiting.clear();
+    }), wait);
+  },
+
+  paint(chart) {
+    const began = performance.now();
+    if (this.frame !== document.timeline.currentTime) this.cost = 0;
+    this.frame = document.timeline.currentTime;
+    if (chart.isVisible && !chart.extend()) chart.paint();
+    this.cost += performance.now() - began;
+  },
+};
+
+export class LineChart {
   constructor(element) {
     this.element = element;
     this.title = element.ariaLabel ?? "";
@@ -110,58 +162,90 @@ export class LineChart {
     // Charts outside the window are painted when they come into it.
     this.isVisible = false;
     this.sight = new IntersectionObserver((entries) => {
-      this.#see(entries.at(-1).isIntersecting);
-      if (this.isVisible) this.#paint();
-    }, { rootMargin: "100px" });
+      this.isVisible = entries.at(-1).isIntersecting;
+      if (this.isVisible) this.paint();
+    }, { rootMargin: "20px" });
     this.sight.observe(element);
   }
 
   close() {
-    clearTimeout(this.later);
-    this.#see(false);
+    painter.waiting.delete(this);
+    this.isVisible = false;
     this.observer.disconnect();
     this.sight.disconnect();
     this.chart.dispose();
   }
 
-  // lines: [{label, color, dashed, dots, points: [[x, y], ...], band: [[x, low, high], ...]}], marks: [{x, what, text}]
+  // lines: [{label, color, dashed, dots, seeds, points: [[x, y], ...], band: [[x, low, high], ...]}], marks: [{x, what, text}]
   draw(lines, options) {
     // The same in words, for people who hear the page.
-    const said = lines.map((line) => `${line.label} ${format(line.points.at(-1)[1])} at ${format(line.points.at(-1)[0])}${line.band?.length ? ` [${format(line.band.at(-1)[1])}, ${format(line.band.at(-1)[2])}]` : ""}`);
+    const said = lines.map((line) => `${line.label}${line.seeds > 1 ? `, ${line.seeds} seeds` : ""} ${format(line.points.at(-1)[1])} at ${format(line.points.at(-1)[0])}${line.band?.length ? ` [${format(line.band.at(-1)[1])}, ${format(line.band.at(-1)[2])}]` : ""}`);
     this.element.ariaLabel = [`${this.title} by ${options.xName}${options.isLog ? ", logarithmic" : ""}`, ...said].join("; ");
     this.latest = [lines, options];
-    if (this.isVisible) this.#paint();
+    if (!this.isVisible) return;
+    // New points alone may wait; a change of the look never does.
+    if (this.lookOf(lines, options) === this.look) painter.ask(this);
+    else this.paint();
   }
 
-  #see(isVisible) {
-    LineChart.visible += Number(isVisible) - Number(this.isVisible);
-    this.isVisible = isVisible;
+  lookOf(lines, { isDark, isLog, xName, marks = [] }) {
+    return JSON.stringify([isDark, isLog, xName, marks, lines.map((line) => [line.label, line.color, line.dashed, line.points.length < FEW, Boolean(line.band?.length)])]);
   }
 
-  // Paints what was drawn last. New points alone may wait until the last painting is about a second old, or more where painting is slow; a
-  // change of the look never does.
-  #paintLater(wait) {
-    this.later ??= setTimeout(() => {
-      this.later = null;
-      if (this.isVisible) this.#paint();
-    }, wait);
-  }
-
-  #paint() {
-    if (!this.latest) return;
-    const [lines, { isDark, isLog, xName, marks = [] }] = this.latest;
-    // If only points are new, only they are given to ECharts, which takes half of the time.
-    const look = JSON.stringify([isDark, isLog, xName, marks, lines.map((line) => [line.label, line.color, line.dashed, line.points.length < FEW, Boolean(line.band?.length)])]);
-    const isSameLook = look === this.look;
-    const every = Math.min(Math.max(REPAINT_MS, (LineChart.visible * LineChart.cost) / SHARE), LONGEST_MS);
-    const wait = every - (performance.now() - (this.painted ?? -LONGEST_MS));
-    if (isSameLook && wait > 0) {
-      this.#paintLater(wait);
-      return;
+  // Draws the new ends of the lines over the chart as it is. Returns false if all of it has to be painted: for its age, or for want of room.
+  extend() {
+    if (!this.latest || performance.now() - this.whole > WHOLE_MS) return false;
+    const [lines] = this.latest;
+    const pieces = [];
+    for (const [index, line] of lines.entries()) {
+      const points = line.points.slice(line.points.findLastIndex((point) => point[0] <= this.ends[index][0]) + 1);
+      if (!points.length) continue;
+      const pixels = [this.ends[index], ...points].map((point) => this.chart.convertToPixel("grid", point));
+      if (line.dots || line.points.length < FEW || !points.every((point, place) => this.chart.containPixel("grid", pixels[place + 1]))) return false;
+      pieces.push([line, pixels]);
     }
     this.latest = null;
+    this.clear();
+    for (const [line, points] of pieces) {
+      const style = { stroke: line.color, fill: null, lineWidth: line.dashed ? 1.5 : 2, lineDash: line.dashed ? [6, 3] : null };
+      const added = new echarts.graphic.Polyline({ shape: { points }, style, silent: true, zlevel: 1 });
+      this.chart.getZr().add(added);
+      this.added.push(added);
+    }
+    this.chart.getZr().flush();
+    this.note(lines);
+    return true;
+  }
+
+  clear() {
+    for (const piece of this.added ?? []) this.chart.getZr().remove(piece);
+    this.added = [];
+  }
+
+  // Notes the newest place on the x axis that is seen now.
+  note(lines) {
+    this.element.dataset.painted = Math.max(...lines.map((line) => line.points.at(-1)[0]));
+  }
+
+  paint() {
+    if (!this.latest) return;
+    const [lines, options] = this.latest;
+    const { isDark, isLog, xName, marks = [] } = options;
+    // If only points are new, only they are given to ECharts, which takes half of the time.
+    const look = this.lookOf(lines, options);
+    const isSameLook = look === this.look;
+    this.latest = null;
+    this.clear();
+    // As much room for new points as they took since the last time.
+    const [least, last] = lines.length ? [Math.min(...lines.map((line) => line.points[0][0])), Math.max(...lines.map((line) => line.points.at(-1)[0]))] : [0, 0];
+    const speed = isSameLook ? Math.max(last - this.last, 0) / (performance.now() - this.whole) : 0;
+    const room = Math.min(1.5 * speed * WHOLE_MS, ROOM * (last - least));
+    const max = room > 0 ? last + room : "dataMax";
     this.look = look;
-    this.painted = performance.now();
+    this.last = last;
+    this.whole = performance.now();
+    this.ends = lines.map((line) => line.points.at(-1));
+    const most = Math.max(this.element.clientWidth, 100);
     const ink = isDark ? "#d5dce4" : "#2b333c";
     const soft = isDark ? "#7d8894" : "#77818c";
     const grid = isDark ? "#262d36" : "#e7eaee";
@@ -169,7 +253,7 @@ export class LineChart {
     const series = lines.map((line) => ({
       type: "line",
       name: safeName(line.label),
-      data: isLog ? line.points.filter((point) => point[1] > 0) : line.points,
+      data: thin(isLog ? line.points.filter((point) => point[1] > 0) : line.points, most),
       showSymbol: line.dots || line.points.length < FEW,
       symbolSize: line.dots ? 7 : 4,
       color: line.color,
@@ -197,18 +281,17 @@ export class LineChart {
     const reach = banded.flatMap((line) => line.band.flatMap((row) => [row[1], row[2]])).filter((value) => value !== null && (!isLog || value > 0));
     const edges = reach.length ? roundEdges(reach, lines.flatMap((line) => line.points.map((point) => point[1]).filter((value) => !isLog || value > 0)), isLog) : {};
     const allSeries = [...banded.map(bandSeries), ...series];
+    this.note(lines);
     if (isSameLook) {
-      const began = performance.now();
-      this.chart.setOption({ yAxis: edges, series: allSeries });
+      this.chart.setOption({ xAxis: { max }, yAxis: edges, series: allSeries });
       this.chart.getZr().flush();
-      LineChart.cost = 0.8 * LineChart.cost + 0.2 * (performance.now() - began);
       return;
     }
     this.chart.setOption(
       {
         animation: false,
         grid: { left: 8, right: 18, top: 30, bottom: 22, containLabel: true },
-        legend: { top: 0, left: 0, icon: "roundRect", itemHeight: 4, itemWidth: 14, textStyle: { color: ink, fontSize: 11 }, type: "scroll", pageIconColor: soft, pageTextStyle: { color: soft } },
+        legend: { top: 0, left: 0, icon: "roundRect", itemHeight: 4, itemWidth: 14, padding: [0, 5], textStyle: { color: ink, fontSize: 11, lineHeight: 20 }, type: "scroll", pageIconColor: soft, pageTextStyle: { color: soft } },
         tooltip: {
           trigger: "axis",
           confine: true,
@@ -217,7 +300,7 @@ export class LineChart {
           textStyle: { color: ink, fontSize: 12 },
           valueFormatter: (value) => format(value),
         },
-        xAxis: { type: "value", name: xName, nameLocation: "middle", nameGap: 24, nameTextStyle: { color: soft, fontSize: 11 }, min: "dataMin", max: "dataMax", ...axis, axisLine: { onZero: false, lineStyle: { color: soft } }, splitLine: { show: false } },
+        xAxis: { type: "value", name: xName, nameLocation: "middle", nameGap: 24, nameTextStyle: { color: soft, fontSize: 11 }, min: "dataMin", max, ...axis, axisLine: { onZero: false, lineStyle: { color: soft } }, splitLine: { show: false } },
         yAxis: { type: isLog ? "log" : "value", scale: true, ...edges, ...axis, axisLine: { show: false, onZero: false }, axisTick: { show: false } },
         series: allSeries,
       },

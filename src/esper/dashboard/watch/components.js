@@ -1,64 +1,41 @@
 // Parts of the pages as Vue components: charts with their controls, and the hosts of a controller's training.
 
-import { LineChart, PALETTE, at, format, meanOf, smooth } from "./chart.js";
+import { LineChart, at, format, meanOf, smooth } from "./chart.js";
 import { STAGES, lifeSvg, timelineSvg } from "./drawing.js";
 
 // Axis -> its name under a chart.
 export const AXES = { step: "step", time: "hours", samples: "samples", flops: "GFLOPs" };
 
-const card = (inside, note) => `
+const PROGRESS = { samples: "@samples", flops: "@gflops" }; // series that the server computes: the amount so far, by step
+
+// A chart of series. `lines` is [{run: {id, twin}, started, name, label, color, dashed, dots, siblings, axes, x}]. `siblings` are the same line
+// of runs with other seeds, and `axes` are names of axes. With `x` = {column, name, isCourse} the chart has an axis of its own, a column of the
+// series. Unless `isCourse`, its points do not follow one another in time. A line with `isDiagonal` joins the points where y equals x.
+export const SeriesChart = {
+  props: ["title", "lines", "store", "version", "controls", "isDark", "marks", "note", "choices", "choice"],
+  emits: ["choose"],
+  data: () => ({ isLog: false, isEmpty: false }),
+  template: `
 <section class="card chart" :data-chart="title">
-  <header><h3>{{ title }}</h3><span class="spacer"></span>${inside}
+  <header><h3>{{ title }}</h3><span class="spacer"></span>
+    <select v-if="choices" :value="choice" @change="$emit('choose', $event.target.value)" :aria-label="title + ' by'"><option v-for="name in choices" :key="name">{{ name }}</option></select>
     <button type="button" class="tiny" :class="{ 'is-on': isLog }" :aria-pressed="isLog" @click="isLog = !isLog" title="logarithmic axis">log</button></header>
   <div class="plot" ref="plot" role="img" :aria-label="title"></div>
   <p v-if="isEmpty" class="quiet over">No values yet.</p>
-  ${note}
-</section>`;
-
-// What all charts share: an ECharts chart that is drawn again when something changes, at most once per frame.
-const drawn = {
-  data: () => ({ isLog: false, isEmpty: false }),
-  methods: {
-    draw() {
-      this.frame ??= requestAnimationFrame(() => {
-        this.frame = null;
-        this.drawNow();
-      });
-    },
+  <p v-if="note" class="quiet">{{ note }}</p>
+</section>`,
+  created() {
+    this.subscribed = [];
+    this.subscribe();
   },
   mounted() {
     this.chart = new LineChart(this.$refs.plot);
     this.draw();
   },
   beforeUnmount() {
+    this.unsubscribe();
     cancelAnimationFrame(this.frame);
     this.chart.close();
-  },
-  watch: {
-    controls: { handler() { this.draw(); }, deep: true },
-    isDark() { this.draw(); },
-    isLog() { this.draw(); },
-  },
-};
-
-const PROGRESS = { samples: "@samples", flops: "@gflops" }; // series that the server computes: the amount so far, by step
-
-// One chart of series. `lines` is [{run: {id, twin}, started, name, label, color, dashed, siblings}], or with `series` instead of a
-// name: {steps, times, values, low, high}. `siblings` are the same line of runs with other seeds.
-export const SeriesChart = {
-  mixins: [drawn],
-  props: ["title", "lines", "store", "version", "controls", "isDark", "marks", "note", "choices", "choice"],
-  emits: ["choose"],
-  template: card(
-    `<select v-if="choices" :value="choice" @change="$emit('choose', $event.target.value)" :aria-label="title + ' by'"><option v-for="name in choices" :key="name">{{ name }}</option></select>`,
-    `<p v-if="note" class="quiet">{{ note }}</p>`,
-  ),
-  created() {
-    this.subscribed = [];
-    this.subscribe();
-  },
-  beforeUnmount() {
-    this.unsubscribe();
   },
   watch: {
     lines() {
@@ -70,116 +47,87 @@ export const SeriesChart = {
     },
     version() { this.draw(); },
     marks() { this.draw(); },
+    isDark() { this.draw(); },
+    isLog() { this.draw(); },
+    controls: { handler() { this.draw(); }, deep: true },
     "controls.bySeed"() { this.subscribe(); },
     "controls.axis"() { this.subscribe(); },
   },
   methods: {
+    // At most once per frame.
+    draw() {
+      this.frame ??= requestAnimationFrame(() => {
+        this.frame = null;
+        this.drawNow();
+      });
+    },
     members(line) {
       return this.controls.bySeed && line.siblings?.length ? line.siblings : [line];
     },
     subscribe() {
       this.unsubscribe();
-      const all = this.lines.flatMap((line) => this.members(line));
-      this.subscribed = all.flatMap((line) => [...(line.name ? [line.name] : []), ...(PROGRESS[this.controls.axis] ? [PROGRESS[this.controls.axis]] : [])].map((name) => [line.run, name]));
+      const all = this.lines.filter((line) => line.name).flatMap((line) => this.members(line));
+      this.subscribed = all.flatMap((line) => [line.name, ...(PROGRESS[this.controls.axis] && !line.x ? [PROGRESS[this.controls.axis]] : [])].map((name) => [line.run, name]));
       for (const [run, name] of this.subscribed) this.store.want(run, [name]);
     },
     unsubscribe() {
       for (const [run, name] of this.subscribed) this.store.release(run, [name]);
       this.subscribed = [];
     },
-    // The place of a step on the chosen axis; null if the run does not tell it.
-    place(line, step, time) {
-      if (this.controls.axis === "step") return step;
-      if (this.controls.axis === "time") return time === null ? null : (time - line.started) / 3600;
-      const progress = this.store.get(line.run, PROGRESS[this.controls.axis]);
-      return progress?.values.length && time !== null ? at(progress.times, progress.values, time) : null;
+    // The places of steps on the chosen axis; null where the run does not tell them.
+    places(line, steps, times) {
+      const { axis } = this.controls; // read once: Vue takes its time
+      if (axis === "step") return steps;
+      if (axis === "time") return times.map((time) => (time === null ? null : (time - line.started) / 3600));
+      const progress = this.store.get(line.run, PROGRESS[axis]);
+      return times.map((time) => (progress?.values.length && time !== null ? at(progress.times, progress.values, time) : null));
     },
-    points(line) {
-      const series = line.series ?? this.store.get(line.run, line.name);
+    // The points of one series with their interval, [x, low, high], and their steps; null if there are none.
+    curve(line) {
+      const series = this.store.get(line.run, line.name);
       if (!series?.values.length) return null;
-      const values = smooth(series.values, this.controls.smoothing);
+      // The ends of an interval are smoothed as its middle is.
+      const weight = line.x && !line.x.isCourse ? 0 : this.controls.smoothing;
+      const [values, low, high] = ["values", "low", "high"].map((column) => series[column] && smooth(series[column], weight));
       // Fleets of one update end at the same step, so they are numbered instead.
-      const steps = line.name?.startsWith("round_ended/") ? series.steps.map((_, index) => index + 1) : series.steps;
-      const places = series.places?.[this.controls.axis] ?? steps.map((step, index) => this.place(line, step, series.times[index]));
-      const points = values.map((value, index) => [places[index], value]).filter((point) => point[0] !== null && point[1] !== null);
-      const band = series.low && !this.controls.smoothing ? series.low.map((low, index) => [places[index], low, series.high[index]]).filter((row) => row[0] !== null && row[1] !== null) : [];
-      return points.length ? { points, band } : null;
+      const steps = line.name.startsWith("round_ended/") ? series.steps.map((_, index) => index + 1) : series.steps;
+      const places = series[line.x ? line.x.column : this.controls.axis] ?? this.places(line, steps, series.times);
+      const curve = { points: [], band: [], steps: [] };
+      for (let index = 0; index < values.length; index += 1) {
+        if (places[index] === null || values[index] === null) continue;
+        curve.points.push([places[index], values[index]]);
+        curve.steps.push(steps[index]);
+        if (low && low[index] !== null && high[index] !== null) curve.band.push([places[index], low[index], high[index]]);
+      }
+      return curve.points.length ? curve : null;
+    },
+    // The mean of the curves of several seeds. On an axis of sizes, which may fall, it is taken step by step.
+    mean(line, curves) {
+      if (!line.x?.isCourse) return meanOf(curves.map((curve) => curve.points));
+      const [sizes, gains] = [0, 1].map((column) => meanOf(curves.map((curve) => curve.steps.map((step, index) => [step, curve.points[index][column]]))));
+      return { points: gains.points.map((point, index) => [sizes.points[index][1], point[1]]), band: gains.band.map((row, index) => [sizes.points[index][1], row[1], row[2]]) };
     },
     drawNow() {
       const drawn = [];
-      for (const line of this.lines) {
-        const curves = this.members(line).map((member) => this.points(member)).filter(Boolean);
-        if (!curves.length) continue;
-        const { points, band } = curves.length > 1 ? meanOf(curves.map((curve) => curve.points)) : curves[0];
-        drawn.push({ ...line, label: curves.length > 1 ? `${line.label}, ${curves.length} seeds` : line.label, points, band });
+      for (const line of this.lines.filter((line) => line.name)) {
+        const curves = this.members(line).map((member) => this.curve(member)).filter(Boolean);
+        const whole = curves.length > 1 ? this.mean(line, curves) : curves[0];
+        // Curves that have no place in common have no mean, and are drawn one by one.
+        if (whole?.points.length) drawn.push({ ...line, ...whole, seeds: curves.length });
+        else drawn.push(...curves.map((curve, index) => ({ ...line, ...curve, label: `${line.label}, curve ${index + 1}` })));
+      }
+      for (const line of drawn.length ? this.lines.filter((line) => line.isDiagonal) : []) {
+        const places = drawn.flatMap((other) => other.points.map((point) => point[0]));
+        drawn.push({ ...line, points: [Math.min(...places), Math.max(...places)].map((end) => [end, end]) });
       }
       this.isEmpty = !drawn.length;
-      const marks = (this.marks ?? []).map((mark) => ({ ...mark, x: this.place(this.lines[0], mark.x, this.timeOf(mark.x)) })).filter((mark) => mark.x !== null);
-      this.chart.draw(drawn, { isDark: this.isDark, isLog: this.isLog, xName: this.lines[0]?.axes?.[this.controls.axis] ?? AXES[this.controls.axis], marks });
+      const marks = (this.marks ?? []).map((mark) => ({ ...mark, x: this.places(this.lines[0], [mark.x], [this.timeOf(mark.x)])[0] })).filter((mark) => mark.x !== null);
+      this.chart.title = this.title;
+      this.chart.draw(drawn, { isDark: this.isDark, isLog: this.isLog, xName: this.lines[0]?.x?.name ?? this.lines[0]?.axes?.[this.controls.axis] ?? AXES[this.controls.axis], marks });
     },
     timeOf(step) {
       const series = this.store.get(this.lines[0].run, this.lines[0].name);
       return series?.steps.length ? at(series.steps, series.times, step) : null;
-    },
-  },
-};
-
-// How much better the network is, against its parameters or FLOPs: epoch by epoch, against its twin where it has one.
-export const GainChart = {
-  mixins: [drawn],
-  props: ["run", "twin", "store", "version", "controls", "isDark"],
-  data: () => ({ size: "parameters" }),
-  template: card(
-    `<select v-model="size" aria-label="against"><option>parameters</option><option>FLOPs</option></select>`,
-    `<p class="quiet">{{ twin ? 'Validation loss of the twin minus that of the network, epoch by epoch.' : 'Fall of the validation loss since the first epoch. With --twin it is compared with a network that never grows.' }}</p>`,
-  ),
-  computed: { title() { return `gain against ${this.size}`; } },
-  created() {
-    this.names = ["epoch_ended/val_loss", "epoch_ended/parameters", "epoch_ended/flops"];
-    this.store.want(this.run, this.names);
-    if (this.twin) this.store.want(this.twin, this.names.slice(0, 1));
-  },
-  beforeUnmount() {
-    this.store.release(this.run, this.names);
-    if (this.twin) this.store.release(this.twin, this.names.slice(0, 1));
-  },
-  watch: { version() { this.draw(); }, size() { this.draw(); } },
-  methods: {
-    drawNow() {
-      const losses = this.store.get(this.run, this.names[0]);
-      const sizes = this.store.get(this.run, this.names[this.size === "parameters" ? 1 : 2]);
-      const twin = this.twin && this.store.get(this.twin, this.names[0]);
-      const rows = (losses?.values ?? []).map((loss, index) => {
-        const before = this.twin ? (twin ? at(twin.steps, twin.values, losses.steps[index], { isOpen: false }) : null) : losses.values[0];
-        return [at(sizes?.steps ?? [], sizes?.values ?? [], losses.steps[index]), before === null || loss === null ? null : before - loss];
-      });
-      const gains = smooth(rows.map((row) => row[1]), this.controls.smoothing);
-      const points = rows.map((row, index) => [row[0], gains[index]]).filter((point) => point[0] !== null && point[1] !== null);
-      this.isEmpty = !points.length;
-      const lines = points.length ? [{ label: this.twin ? "gain over the twin" : "fall of the loss", color: PALETTE[2], dots: true, points }] : [];
-      this.chart.title = this.title;
-      this.chart.draw(lines, { isDark: this.isDark, isLog: this.isLog, xName: this.size === "parameters" ? "parameters" : "FLOPs of a forward pass" });
-    },
-  },
-};
-
-// Predicted against achieved return, with the line on which both are equal.
-export const CalibrationChart = {
-  mixins: [drawn],
-  props: ["calibration", "controls", "isDark"],
-  template: card("", `<p class="quiet">Mean discounted return of the steps that the critic gave about the same value, with its 95 % interval; the last {{ calibration.updates }} updates. On the dashed line the critic is right.</p>`),
-  computed: { title() { return "calibration of the critic"; } },
-  watch: { calibration() { this.draw(); } },
-  methods: {
-    drawNow() {
-      const rows = this.calibration.points;
-      this.isEmpty = !rows.length;
-      const ends = rows.length ? [rows[0].predicted, rows.at(-1).predicted] : [];
-      const lines = [
-        { label: "achieved", color: PALETTE[0], dots: true, points: rows.map((row) => [row.predicted, row.achieved]), band: rows.map((row) => [row.predicted, row.low, row.high]) },
-        { label: "as predicted", color: PALETTE[7], dashed: true, points: ends.map((end) => [end, end]) },
-      ];
-      this.chart.draw(rows.length ? lines : [], { isDark: this.isDark, isLog: this.isLog, xName: "predicted return" });
     },
   },
 };

@@ -38,7 +38,8 @@ export function networkSvg(slots, hostParameters) {
   slots.forEach((slot, index) => {
     const x = 70 + index * step;
     const stage = STAGES[slot.stage] ?? STAGES.DORMANT;
-    const title = `${slot.slot}: ${stage.word}${slot.blueprint ? `, ${slot.blueprint}, alpha ${Number(slot.alpha ?? 0).toFixed(2)}` : ""}`;
+    const isAlphaKnown = slot.alpha !== null && slot.alpha !== undefined;
+    const title = [`${slot.slot}: ${stage.word}`, ...(slot.blueprint ? [slot.blueprint] : []), ...(slot.blueprint && isAlphaKnown ? [`alpha ${Number(slot.alpha).toFixed(2)}`] : [])].join(", ");
     parts.push(`<g class="slot" data-slot="${escape(slot.slot)}" tabindex="0" role="button" aria-label="${escape(title)}"><title>${escape(title)}</title>`);
     const alpha = Math.min(Math.max(Number(slot.alpha ?? 0), 0), 1);
     const isWide = slot.blueprint && slot.kind === "width";
@@ -47,7 +48,7 @@ export function networkSvg(slots, hostParameters) {
     parts.push(`<text x="${x + 52}" y="${base + 4}" class="name">${escape(short(slot.slot, 15))}</text>`);
     if (slot.blueprint && !isWide) {
       const share = Math.min((slot.parameters ?? 0) / Math.max(hostParameters ?? 1, 1), 1.5);
-      const size = 64 + Math.round(40 * Math.min(share, 1));
+      const size = Math.max(64 + Math.round(40 * Math.min(share, 1)), 7 * short(slot.blueprint, 14).length + 14);
       const left = x + 52 - size / 2;
       parts.push(`<path d="M ${x - 14} ${base} C ${x - 14} ${base - 70}, ${left - 6} ${base - 84}, ${left} ${base - 84}" class="branch" stroke="${stage.color}"/>`);
       parts.push(`<path d="M ${left + size} ${base - 84} C ${left + size + 6} ${base - 84}, ${x + 118} ${base - 70}, ${x + 118} ${base}" class="branch" stroke="${stage.color}"/>`);
@@ -56,12 +57,12 @@ export function networkSvg(slots, hostParameters) {
       parts.push(`<text x="${x + 52}" y="${base - 80}" class="name">${escape(short(slot.blueprint, 14))}</text>`);
     }
     if (slot.blueprint) {
-      parts.push(`<text x="${x + 52}" y="${base - 114}" class="note" style="fill: ${stage.color}">${escape(stage.word)} · α ${alpha.toFixed(2)}</text>`);
+      parts.push(`<text x="${x + 52}" y="${base - 114}" class="note" style="fill: ${stage.color}">${escape(stage.word)}${isAlphaKnown ? ` · α ${alpha.toFixed(2)}` : ""}</text>`);
       if (slot.gain !== null && slot.gain !== undefined) {
         const [gain, low, high] = [slot.gain, slot.gain_low, slot.gain_high].map((value) => Number(value).toPrecision(2));
         parts.push(`<text x="${x + 52}" y="${base - 130}" class="note">${gain} [${low}, ${high}]</text>`);
       }
-      parts.push(`<text x="${x + 52}" y="${base + 34}" class="note">age ${Number(slot.age ?? 0)} · ${Number(slot.parameters ?? 0).toLocaleString("en")} weights</text>`);
+      if (slot.age !== undefined) parts.push(`<text x="${x + 52}" y="${base + 34}" class="note">age ${Number(slot.age ?? 0)} · ${Number(slot.parameters ?? 0).toLocaleString("en")} weights</text>`);
     } else if (slot.stage !== "DORMANT") {
       parts.push(`<text x="${x + 52}" y="${base - 26}" class="note" style="fill: ${stage.color}">${escape(stage.word)}</text>`);
     }

@@ -1,5 +1,5 @@
 // What the dashboard needs beside its templates: series that grow, charts, and drawings of a growing network.
-export { CalibrationChart, GainChart, HostLives, SeriesChart, AXES } from "./components.js";
+export { HostLives, SeriesChart, AXES } from "./components.js";
 export { SeedAnalysis } from "./analysis.js";
 export { SeriesStore } from "./store.js";
 export { LineChart, PALETTE, at, format, meanOf, smooth } from "./chart.js";

@@ -4,7 +4,7 @@ const MOST = 2000; // points of one series; with more, all are asked for again, 
 
 export class SeriesStore {
   constructor() {
-    this.runs = new Map(); // key of a run -> {generation, series: name -> {steps, times, values, total}}
+    this.runs = new Map(); // key of a run -> {generation, series: name -> {total, columns of equal length: steps, times, values, ...}}
     this.wanted = new Map(); // key of a run -> name -> number of charts that show it
     this.onNeed = () => {}; // called when a chart wants a series that was never asked for
   }
@@ -55,16 +55,15 @@ export class SeriesStore {
     const isAnew = answer.generation !== known.generation;
     const series = isAnew ? new Map() : known.series;
     let hasChanged = isAnew;
-    for (const [name, part] of Object.entries(answer.series)) {
-      if (!part.values.length && part.start) continue;
-      const before = part.start ? series.get(name) : undefined;
-      hasChanged ||= part.values.length > 0;
-      series.set(name, {
-        steps: [...(before?.steps ?? []), ...part.steps],
-        times: [...(before?.times ?? []), ...part.times],
-        values: [...(before?.values ?? []), ...part.values],
-        total: part.total,
-      });
+    for (const [name, { start, total, ...columns }] of Object.entries(answer.series)) {
+      const before = series.get(name);
+      if (!columns.values.length && start) continue;
+      // Points that have changed are sent again.
+      const again = start && before ? before.total - start : 0;
+      const kept = start && before ? before.values.length - again : 0;
+      const joined = Object.fromEntries(Object.entries(columns).map(([column, values]) => [column, kept ? [...before[column].slice(0, kept), ...values] : values]));
+      hasChanged ||= !before || before.total !== total || before.values.length !== joined.values.length || columns.values.some((value, place) => value !== before.values[kept + place]);
+      series.set(name, { total, ...joined });
     }
     this.runs.set(key, { generation: answer.generation, series });
     return hasChanged;
