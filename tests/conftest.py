@@ -39,7 +39,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --extras, keep the tests that need packages of extras; `make test` has run the others."""
+    """Mark the tests in browsers. With --extras, keep the tests that need packages of extras; `make test` has run the others."""
+    for item in items:
+        if {"browser", "browser_with_webgl"} & set(getattr(item, "fixturenames", ())):
+            item.user_properties.append((IN_BROWSER, True))
     if config.getoption("--extras"):
         others = [item for item in items if item.get_closest_marker("extra") is None]
         config.hook.pytest_deselected(items=others)
@@ -104,15 +107,15 @@ def alone_with_device_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield
 
 
-BROWSER_TESTS = ("tests/dashboard/test_dashboard.py", "tests/dashboard/test_page.py", "tests/dashboard/test_watch.py")
+IN_BROWSER = "in a browser"  # property of a test
 BROWSER_SECONDS = 90.0  # for all of them on a machine that does nothing else
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Tell the time of the tests in browsers, and name the tests that `make check` should not have to wait for."""
     reports = [report for reports in terminalreporter.stats.values() for report in reports if isinstance(report, pytest.TestReport)]
-    browsers = sum(report.duration for report in reports if report.nodeid.startswith(BROWSER_TESTS))
-    if browsers > BROWSER_SECONDS:
+    browsers = sum(report.duration for report in reports if (IN_BROWSER, True) in map(tuple, report.user_properties))
+    if browsers:
         load = os.getloadavg()[0] / (os.cpu_count() or 1)
         terminalreporter.write_line(
             f"tests in browsers took {browsers:.0f} s in all, and should take {BROWSER_SECONDS:.0f} s; the load is {load:.1f} per core"
