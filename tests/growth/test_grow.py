@@ -766,7 +766,7 @@ def test_a_file_of_the_user_is_not_overwritten_by_a_new_run(name: str, tmp_path:
 
 @pytest.mark.slow
 def test_a_model_that_cannot_be_written_is_still_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(model: nn.Module, path: Path) -> None:
+    def full(model: nn.Module, path: Path, **options: object) -> None:
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr("esper.growth.training.save", full)
