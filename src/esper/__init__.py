@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         load as load,
         register_blueprint as register_blueprint,
         save as save,
+        shrink as shrink,
     )
 
 __version__ = "0.1.0"

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from esper.controller import layout, learned
 from esper.controller.features import HOST
-from esper.controller.layout import observe
+from esper.controller.layout import in_depth, observe
 from esper.controller.learned import ControllerError, load_controller, save_controller
 from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.fleet import Fleet
@@ -89,7 +89,7 @@ class Watched:
         self.controller, self.seen = controller, []
 
     def decide(self, state: GrowthState) -> Decision:
-        self.seen.append(observe([state], slots=3, blueprints=12))
+        self.seen.append(observe([in_depth(state)], slots=3, blueprints=12))
         return self.controller.decide(state)
 
 

@@ -17,6 +17,7 @@ import esper
 from esper.fleet import Fleet, FleetConfig, HostConfig
 from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.growth.lifecycle.stages import Action, Advance, Decision, Fossilize, Germinate, GrowthState
+from esper.growth.seeds.blueprints import REGISTRY
 from esper.tasks import BatchLoader, ConvHost, Split, Task, load_task
 from esper.tasks.gpt_host import GPTHost
 from tests.conftest import sync_debug_mode
@@ -193,6 +194,13 @@ def step_in_two_precisions(
 # A row beside the same host alone
 
 
+def in_depth(growth: GrowthConfig) -> GrowthConfig:
+    """Return the settings without what a fleet does not have: width seeds, and slots that open again."""
+    deep = tuple(name for name, blueprint in REGISTRY.items() if blueprint.share is None)
+    budget = msgspec.structs.replace(growth.budget, max_seeds_per_place=1)
+    return msgspec.structs.replace(growth, blueprints=growth.blueprints or deep, budget=budget)
+
+
 def train_alone(
     task: Task,
     setting: HostConfig,
@@ -219,7 +227,7 @@ def train_alone(
         optimizer=optimizer,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=setting.horizon),
         controller=controller,
-        config=msgspec.structs.replace(growth, seed=setting.growth_seed, rent=setting.rent),
+        config=msgspec.structs.replace(in_depth(growth), seed=setting.growth_seed, rent=setting.rent),
     )
 
 

@@ -121,7 +121,9 @@ def test_hosts_that_the_heuristic_decides_about_equal_the_same_hosts_alone(raise
             withdraw_epochs=1,
         ),
         governor=GovernorConfig(uninformed_loss=2.3026),
-        heuristic=HeuristicConfig(grow_at=0.2, evidence=0.05, evidence_at_the_end=0.05, plateau_epochs=1, longer_training=0.1),
+        heuristic=HeuristicConfig(
+            grow_at=0.2, evidence=0.05, evidence_at_the_end=0.05, plateau_epochs=1, longer_training=0.1, overfit_gap=1.0
+        ),
     )
     settings = [
         HostConfig(seed=1, growth_seed=7, horizon=12, learning_rate=0.01),

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from esper.config import ConfigError
 from esper.gradients import GradientStats
 from esper.growth import Grower, GrowthError, add_slots
-from esper.growth.config import LifecycleConfig, SeedOptimizerConfig
+from esper.growth.config import HeuristicConfig, LifecycleConfig, SeedOptimizerConfig
 from esper.growth.lifecycle.stages import Fossilize, Germinate, Prune, Stage
 from tests.growth.builders import (
     QUICK,
@@ -389,7 +389,8 @@ def test_a_loop_that_calls_the_model_grows_as_one_that_calls_the_slotted_model(l
         host = make_host()
         optimizer = adamw(host)
         slotted = add_slots(host, torch.zeros(2, 6), slots=list(SLOTS))
-        grower = Grower(slotted, optimizer, config=config(lifecycle, probe_steps=2), epochs=12)
+        rules = HeuristicConfig(longer_training=1.0)
+        grower = Grower(slotted, optimizer, config=config(lifecycle, probe_steps=2, heuristic=rules), epochs=12)
         call = slotted if use_slotted else host
         data, val = make_data(5, size=30), make_data(3, seed=2)
         for _ in range(6):

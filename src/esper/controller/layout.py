@@ -157,6 +157,21 @@ def decision(state: GrowthState, chosen: Choices, *, probe: bool = False) -> Dec
     return Decision(tuple(actions), f"the policy chose to {words}" if actions else "the policy waits", probe=probe)
 
 
+def in_depth(state: GrowthState) -> GrowthState:
+    """Return the state as a controller sees it that was trained on fleets: seeds in depth, one at each place."""
+    opened = [slot for slot in state.slots if slot.place.earlier]
+    slots = [
+        dataclasses.replace(
+            slot,
+            place=dataclasses.replace(slot.place, chain=(), why_not_wider=""),
+            candidates=tuple(candidate for candidate in slot.candidates if not candidate.widened),
+        )
+        for slot in state.slots
+        if not slot.place.earlier
+    ]
+    return dataclasses.replace(state, slots=tuple(slots), seeds_left=max(state.seeds_left - len(opened), 0))
+
+
 def _acting(chosen: Choices) -> list[Mapping[str, int]]:
     """Return the choices before the first wait."""
     return list(itertools.takewhile(lambda choice: choice["op"] != Op.WAIT, chosen))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import esper
 from esper.controller.config import SlotNetworkConfig
-from esper.controller.layout import LAYOUT_VERSION, OPS, blueprint_names, decision, observe, spec
+from esper.controller.layout import LAYOUT_VERSION, OPS, blueprint_names, decision, in_depth, observe, spec
 from esper.controller.network import SlotEncoder, make_policy
 from esper.files import FileError, parse_json, reason_of, write_file
 from esper.growth.lifecycle.stages import Decision, GrowthState
@@ -140,6 +140,7 @@ class Learned:
 
     def decide(self, state: GrowthState) -> Decision:
         """Choose the actions of this decision one after another. Each observation shows the choices before it."""
+        state = in_depth(state)
         self._fit(state)
         slots, blueprints = self._room
         generator = None if self._streams is None else self._streams.torch("actions")

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -98,7 +99,7 @@ class Fleet:
         # Find the slots of the architecture on a template, and the kinds of seeds that fit them.
         template = make_host(0).to(self.device, self.dtype)
         slotted = add_slots(template, tensors.inputs[:2], slots=self.growth.slots)
-        self.discovery, self.places = slotted.discovery, {name: slotted.place(name) for name in slotted.slots}
+        self.discovery, self.places = slotted.discovery, {name: replace(slotted.place(name), chain=()) for name in slotted.slots}
         slotted.remove()
         make, seed_kinds = _optimizer(self.config), seed_kinds_for(self.places, self.growth)
 

@@ -41,11 +41,13 @@ if TYPE_CHECKING:
         GrowthState as GrowthState,
         Prune as Prune,
         Retarget as Retarget,
+        Shrink as Shrink,
         SlotState as SlotState,
         Stage as Stage,
     )
     from esper.growth.run import Grown as Grown
     from esper.growth.seeds.blueprints import register_blueprint as register_blueprint
+    from esper.growth.shrink import shrink as shrink
     from esper.growth.training import grow as grow
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, need_extras=("GrowthCallback", "GrowthTrainer", "GrowthTrainerCallback"))

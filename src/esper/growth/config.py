@@ -16,21 +16,24 @@ class GrowthError(ValueError):
 
 
 class RentConfig(Config):
-    """The cost of a seed, which its gain must exceed: `parameters`·log(1 + added/host) + `flops`·(added/host).
+    """The cost of a seed, which its gain must exceed: `parameters`·log(1 + added/host) + `flops`·log(1 + added/host).
+
+    Both logarithms mean a price per doubling, of the parameters and of the FLOPs of a forward pass.
 
     The unit is nats for a loss whose constant predictor has ln 10 = 2.30, as with ten classes. Other losses are scaled accordingly.
     """
 
-    parameters: NonNegativeFloat = 0.01  # factor of log(1 + added parameters / host parameters)
-    flops: NonNegativeFloat = 0.01  # factor of added FLOPs / host FLOPs
+    parameters: NonNegativeFloat = 0.003  # factor of log(1 + added parameters / host parameters)
+    flops: NonNegativeFloat = 0.003  # factor of log(1 + added FLOPs / host FLOPs)
 
 
 class BudgetConfig(Config):
     """Limits on growth."""
 
     max_seeds: PositiveInt | None = None  # seeds in the host at the same time, including fossilized ones; None: one per slot
-    max_parameters: PositiveFloat | None = 8.0  # added parameters / host parameters; None: no limit
-    max_flops: PositiveFloat | None = 8.0  # added FLOPs / host FLOPs of a forward pass; None: no limit
+    max_seeds_per_place: PositiveInt = 4  # seeds at one place: after a seed is kept there, the next may grow behind it
+    max_parameters: PositiveFloat | None = 32.0  # added parameters / host parameters; None: no limit
+    max_flops: PositiveFloat | None = 32.0  # added FLOPs / host FLOPs of a forward pass; None: no limit
 
 
 class LifecycleConfig(Config):
@@ -71,12 +74,14 @@ class HeuristicConfig(Config):
     grow_at: Fraction = 0.1  # fraction of the training after which it checks whether the host lacks capacity
     grow_until: Fraction = 0.5  # fraction of the training after which nothing new is grown, because it could not pay any more
     high_loss: Fraction = 0.05  # with a training loss below this, nothing is grown
+    low_loss: Fraction = 0.005  # with a training loss below this, a host that has grown does not grow further
     projected_loss: Fraction = 0.04  # the host lacks capacity if its training loss is projected to end above this
-    overfit_gap: PositiveFloat = 2.0  # with a validation loss / training loss above this, more capacity would not help
+    overfit_gap: Fraction = 0.15  # with a validation loss this far above the training loss, data are lacking rather than capacity
     longer_training: PositiveFloat = 25.0
     """Seeds are grown if they are estimated to lower the loss at least this many times as much as the host alone at the end of its
     training, for the same FLOPs. Otherwise longer training is better."""
     evidence: PositiveFloat = 1.5  # minimum positions in the training data per weight of a new seed
+    evidence_of_width: PositiveFloat = 0.5  # the same for new units, which generalise from fewer data than new layers
     evidence_at_the_end: PositiveFloat = 30.0  # the same for a place with little behind it, where a seed is part of the classifier
     least_share: Fraction = 0.1  # minimum weights of a seed, relative to the host's weights per slot: a small seed would waste its slot
     plateau_epochs: PositiveInt = 4  # the fall of the training loss is measured over this many epochs

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from esper.runs import Event
+
+if TYPE_CHECKING:
+    from esper.growth.lifecycle.stages import Cost
+    from esper.intervals import Interval
 
 
 class GrowthStarted(Event, tag="growth_started"):
@@ -119,6 +123,50 @@ class PassedOver(Event, tag="passed_over"):
 
     epoch: int
     reasons: dict[str, dict[str, str]]  # slot -> blueprint -> the rule that rejected it
+
+
+class Widened(Event, tag="widened"):
+    """A width seed has germinated: layers make more units."""
+
+    epoch: int
+    slot: str
+    blueprint: str
+    units: dict[str, int]  # layer -> units that the seed adds
+
+
+class Folded(Event, tag="folded"):
+    """The units of kept width seeds have become rows and columns of the host's own layers."""
+
+    epoch: int
+    layers: dict[str, list[int]]  # layer -> inputs and outputs that it has now
+
+
+class Shrunk(Event, tag="shrunk"):
+    """Kept structure was removed, because the whole interval of what it contributes is below its rent."""
+
+    what: str  # slot of a seed, or layer whose units were removed
+    parameters: int
+    flops: int
+    gain: float  # increase of the loss by the removal
+    gain_low: float
+    gain_high: float
+    rent: float  # that the removal saves
+    units: int = 0  # 0: a whole seed
+    epoch: int | None = None  # None: outside of a training
+
+    @classmethod
+    def of(cls, what: str, cost: Cost, gain: Interval, rent: float, *, units: int = 0, epoch: int | None = None) -> Shrunk:
+        return cls(
+            what=what,
+            parameters=cost.parameters,
+            flops=cost.flops,
+            gain=gain.estimate,
+            gain_low=gain.low,
+            gain_high=gain.high,
+            rent=rent,
+            units=units,
+            epoch=epoch,
+        )
 
 
 class GrowthFinished(Event, tag="growth_finished"):

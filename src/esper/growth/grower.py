@@ -48,21 +48,22 @@ from esper.display import Card
 from esper.growth.arguments import check_alphas, check_fit_together, check_ranks, players, ranks_of
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.controllers.baselines import as_controller
-from esper.growth.events import EpochEnded
+from esper.growth.events import EpochEnded, Folded
 from esper.growth.host.isolation import unwrap
 from esper.growth.host.slots import OptimizerFollower
 from esper.growth.host.slotted import Slotted
+from esper.growth.host.units import layer_of, part_of
 from esper.growth.lifecycle.governor import Diverged, LossRange
-from esper.growth.lifecycle.host_growth import HostGrowth, epoch_ended
+from esper.growth.lifecycle.host_growth import HostGrowth, ask_gate, epoch_ended
 from esper.growth.lifecycle.ledger import LEDGER_HEADING, Step, ledger_rows
 from esper.growth.lifecycle.recovery import Recovery
 from esper.growth.lifecycle.slots import ModuleBackend, make_backends
-from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, Stage
+from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, Shrink, Stage
 from esper.growth.measure.contribution import AlphaSearch, Evaluate, Measurement, search_alpha
 from esper.growth.measure.probe import ProbeRunner, Promises
 from esper.growth.metrics import as_number, check_metrics
 from esper.growth.report.summary import ProgressLines, counted, metric_in_words
-from esper.growth.seeds.seed import MakeOptimizer, reading_waits
+from esper.growth.seeds.seed import MakeOptimizer, innermost, reading_waits
 from esper.growth.seeds.shadow import Closure, Shadow
 from esper.growth.telemetry import Callbacks, GrowthTelemetry, SinksWithoutLog, check_sinks
 from esper.runs import CheckpointStore, Event, Sink
@@ -406,10 +407,21 @@ class Grower:
         """Add the FLOPs of a forward pass over this many samples per rank. Optional; call it inside `evaluate`."""
         self.history.flops += samples * self._group.world_size * self._forward_flops
 
-    def bake(self) -> nn.Module:
-        """Return the model with its fossilized seeds built in and all slots removed. If baking fails, the grower stays usable."""
+    def bake(self, *, fold: bool = True) -> nn.Module:
+        """Return the model with its fossilized seeds built in and all slots removed. If baking fails, the grower stays usable.
+
+        With `fold`, the layers are truly wider where width seeds were kept, and the host's optimiser goes on with them: its parameters are
+        the same objects, and hold the moments of the seeds' own optimisers for the new rows and columns. See `Slotted.bake`.
+        """
         self._stop_watching(discard=True)
-        model = self.slotted.bake()
+        learners = [(backend.slot.seed, backend.learner) for backend in self.lifecycles.backends.values()]
+        of_seeds = {seed: learner.optimizer for seed, learner in learners if seed is not None and learner is not None}
+        kept = [slot.seed for slot in self.slotted.slots.values() if slot.is_kept and slot.seed is not None]
+        model = self.slotted.bake(fold=fold, optimizer=innermost(self.optimizer), of_seeds=of_seeds)
+        wide = sorted({plan.module for seed in kept for plan in seed.spec.wide if part_of(model.get_submodule(plan.module)) == "layer"})
+        if fold and wide:
+            shapes = {name: layer_of(model.get_submodule(name)).weight.shape for name in wide}
+            self.host_growth.emit(Folded(epoch=self.epoch, layers={name: [shape[1], shape[0]] for name, shape in shapes.items()}))
         self._emit_events()  # such as the end of seeds that were pruned since the last epoch
         self.stop()
         return model
@@ -514,6 +526,32 @@ class Grower:
         check_alphas(self.slotted, slot, alphas)
         with self._prober.paused():
             return search_alpha(self._measurement, slot, evaluate, alphas)
+
+    def shrink(self, evaluate: Evaluate) -> list[str]:
+        """Remove kept seeds that no longer pay their rent, and return their slots.
+
+        All kept seeds are measured on the validation batches. The one that pays least is removed if the whole interval of its contribution
+        is below its rent; then the others are measured again. `esper.shrink` removes units after the seeds were folded into layers.
+        """
+        self._check_is_active()
+        removed: list[str] = []
+        while kept := [name for name, backend in self.lifecycles.backends.items() if backend.life.stage is Stage.FOSSILIZED]:
+            with self._prober.paused():
+                found = self._measurement.measure(evaluate, kept, epoch=self.epoch).contributions
+            for name, contribution in found.items():
+                self.lifecycles.note_contribution(name, contribution)
+            rents = {name: self.lifecycles.rent(name) for name in found}
+            actions = [Shrink(name, f"{one.in_words()}, and its rent is {figure(rents[name])}") for name, one in found.items()]
+            actions = [action for action in actions if ask_gate(self.lifecycles, action).passed]
+            if not actions:
+                break
+            least = min(actions, key=lambda action: found[action.slot].gain.estimate - rents[action.slot])
+            self.host_growth.carry_out(Decision((least,), "shrinks"), by="shrink")
+            removed.append(least.slot)
+        self._note_seeds()
+        self._prepare_next_step()
+        self._emit_events()
+        return removed
 
     # Decisions and rollbacks
 

@@ -88,7 +88,7 @@ def test_a_host_that_is_large_enough_does_not_grow(train: tuple[float, ...], val
     assert not verdict.is_starved
     assert reason in verdict.reason
     heuristic = Heuristic(GrowthConfig())
-    assert not heuristic.decide(replace(now, epoch=3, train_losses=train[:3], val_losses=(*train[:2], 3 * train[2]))).probe
+    assert not heuristic.decide(replace(now, epoch=3, train_losses=train[:3], val_losses=(train[0] + 1, train[1] + 1, train[2] + 1))).probe
     assert not heuristic.decide(now).actions
 
 

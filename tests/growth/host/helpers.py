@@ -40,7 +40,7 @@ def is_close(some: list[Tensor], others: list[Tensor]) -> bool:
 def germinate(slotted: Slotted, name: str, blueprint: str, *, blending: Blending = "add") -> Seed:
     """Plant a new seed at full strength."""
     slot = slotted.slot(name)
-    seed = Seed(slot.place, blueprint, random_seed=1, blending=blending)
+    seed = slotted.new_seed(name, blueprint, random_seed=1, blending=blending)
     slot.plant(seed, connected=True)
     slot.alpha = 1.0
     return seed
@@ -52,13 +52,18 @@ def perturb(seed: Seed) -> None:
     with torch.no_grad():
         for parameter in seed.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
+        # One of few new units may be below zero for all of few samples. Behind a norm, none is now.
+        for name, parameter in seed.named_parameters():
+            if name.endswith("own.bias"):
+                parameter += 1.0
 
 
 def plant_kept_seeds(slotted: Slotted, *names: str) -> None:
     """Plant a seed with moved weights in each of these slots, and keep it."""
     for name in names:
         slot = slotted.slot(name)
-        perturb(germinate(slotted, name, blueprints_for(slot.place)[-1].name))
+        deep = [blueprint for blueprint in blueprints_for(slot.place) if blueprint.share is None]
+        perturb(germinate(slotted, name, deep[-1].name))
         slot.is_kept = True
 
 

@@ -181,7 +181,7 @@ def test_a_copy_of_a_slotted_model_grows_and_is_undone_independently() -> None:
     twin.remove()
     assert not hooks_of(twin.host)
     assert is_same(run(twin.host, batch), before)
-    assert len(hooks_of(slotted.host)) == 3  # two slots, and what stands around the whole model
+    assert len(hooks_of(slotted.host)) == 3 + len(slotted.wide)  # two slots, the whole model, and the layers that can be widened
 
 
 # Sequences
@@ -370,7 +370,9 @@ def test_seeds_in_causal_convolutions_see_no_later_position() -> None:
     slotted = add_slots(Wave().eval(), batch)
     assert {name: slot.place.is_causal for name, slot in slotted.slots.items()} == {"first": True, "second": True}
     grown = {blueprint for _, blueprint in possible_growths(slotted)}
-    assert grown == {"conv1x1", "conv3x3", "double_conv3x3", "wide_conv3x3", "bottleneck", "depthwise"}
+    deep = {name for name in grown if not name.startswith("widen")}
+    assert deep == {"conv1x1", "conv3x3", "double_conv3x3", "wide_conv3x3", "bottleneck", "depthwise"}
+    assert "widen_100_chain" in grown
     for name, blueprint in possible_growths(slotted):
         perturb(germinate(slotted, name, blueprint))
         assert not looks_ahead(slotted, batch, 5, line=2)
@@ -433,8 +435,10 @@ def test_seeds_in_a_time_first_sequence_do_not_mix_samples(blending: Blending) -
     model, batch = Transposing().eval(), torch.randn(3, 7, 4)
     slotted = add_slots(model, batch)
     before = run(model, batch)
-    assert offered(slotted) == {"norm", "low_rank", "mlp", "attention"}
+    assert offered(slotted) == {"norm", "low_rank", "mlp", "attention", *WIDER}
     for name, blueprint in possible_growths(slotted):
+        if blending != "add" and blueprint in WIDER:
+            continue
         seed = germinate(slotted, name, blueprint, blending=blending)
         assert is_same(run(model, batch), before)
         perturb(seed)
@@ -452,6 +456,9 @@ def test_seeds_in_a_time_first_sequence_do_not_mix_samples(blending: Blending) -
 # Masks and caches
 
 
+WIDER = ("widen_25", "widen_50", "widen_100")
+
+
 def offered(slotted: Slotted) -> set[str]:
     return {blueprint for _, blueprint in possible_growths(slotted)}
 
@@ -463,7 +470,7 @@ def test_decoding_with_a_cache_gives_the_same_outputs_with_every_blueprint(has_a
     model, ids = Remembering(has_attribute=has_attribute).eval(), IDS[:, :8]
     slotted = add_slots(model, ids)
     assert list(slotted.slots) == ["blocks.0", "blocks.1"]
-    assert offered(slotted) == {"norm", "low_rank", "mlp"}
+    assert offered(slotted) == {"norm", "low_rank", "mlp", *WIDER}
     name = "a cache ('kv_cache')" if has_attribute else "'past'"
     assert "attention cannot grow in token 8×16 causal" in slotted.describe()
     assert f": the host takes {name}, and a seed would miss positions that only it holds" in slotted.describe()
@@ -496,7 +503,7 @@ def test_seeds_do_not_see_padding_that_the_host_masks_itself(has_index: bool, ha
     padded = ids.clone()
     padded[1, 5:], padded[2, 3:] = 0, 0
     slotted = add_slots(PadToken(has_index=has_index).eval(), padded if has_padding else ids)
-    assert offered(slotted) == {"norm", "low_rank", "mlp"}
+    assert offered(slotted) == {"norm", "low_rank", "mlp", *WIDER}
     assert reason in slotted.describe()
     for slot, blueprint in possible_growths(slotted):
         perturb(germinate(slotted, slot, blueprint))
@@ -707,7 +714,7 @@ def test_the_gate_refuses_a_causal_place_and_opens_elsewhere() -> None:
         before = run(model, batch)
         slotted = add_slots(model, batch)
         first = family.slots[0]
-        blueprint = blueprints_for(slotted.slot(first).place)[-1].name
+        blueprint = [blueprint.name for blueprint in blueprints_for(slotted.slot(first).place) if blueprint.share is None][-1]
         if is_refused:
             with pytest.raises(ValueError, match="the gate looks at the mean of the whole sequence"):
                 germinate(slotted, first, blueprint, blending="gate")
@@ -728,7 +735,8 @@ def test_places_have_their_depth_and_the_flops_after_them() -> None:
     assert all(0 < place.depth < 1 for place in inner)
     for place in inner:
         assert place.flops_behind == pytest.approx((1 - place.depth) * found.host.flops, abs=1)
-    assert found.places["fc"] == Place("fc", "dense", (5,), depth=1.0)
+    why = "its units are read by no layer of their own, only by the host's output"
+    assert found.places["fc"] == Place("fc", "dense", (5,), depth=1.0, why_not_wider=why)
     assert found.host.parameters == sum(parameter.numel() for parameter in family.model().parameters())
 
 

@@ -178,7 +178,7 @@ def test_slots_cannot_be_added_twice() -> None:
     slotted = add_slots(model, RESNET.batch())
     with pytest.raises(GrowthError, match=r"already has slots \(after 'layer1.0'\); remove them first"):
         add_slots(model, RESNET.batch())
-    assert len(hooks_of(model)) == 5  # four slots, and what stands around the whole model
+    assert len(hooks_of(model)) == 5 + len(slotted.wide)  # four slots, the whole model, and the layers that can be widened
     slotted.remove()
     slotted.remove()
     assert list(add_slots(model, RESNET.batch(), slots=["layer1"]).slots) == ["layer1"]

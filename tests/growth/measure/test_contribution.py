@@ -384,6 +384,17 @@ def test_the_probe_finds_the_gradient_of_a_planted_seed_for_every_blueprint(kind
         if expected is not None:
             torch.testing.assert_close(parameter.grad / scale, expected, rtol=1e-12, atol=1e-14)
     for option in options:
+        if option.share is not None:
+            grown = copy.deepcopy(slotted)
+            seed = grown.new_seed("body", option.name, random_seed=7)
+            grown.slot("body").plant(seed, connected=True)
+            grown.slot("body").alpha = 1.0
+            cross_entropy(grown(x), y).backward()
+            backs = [parameter.grad for name, parameter in seed.named_parameters() if ".back." in name]
+            for found_sum, gradient in zip(probe._trials["body", option.name].sums, backs, strict=True):
+                torch.testing.assert_close(found_sum, gradient, rtol=1e-9, atol=1e-13)
+                assert gradient.any()
+            continue
         twin = copy.deepcopy(host)
         planted = Seed(slot.place, option.name, random_seed=7)
         planted.alpha.fill_(1.0)
@@ -628,15 +639,15 @@ class Built:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.alive: list[weakref.ref[nn.Module]] = []
         self.names: list[tuple[str, str]] = []
-        build = promise.build_branch
+        build = promise.Probe._build_trial
 
-        def counted(blueprint, place, seed):
-            branch = build(blueprint, place, seed=seed)
-            self.alive.append(weakref.ref(branch))
-            self.names.append((place.name, blueprint.name))
-            return branch
+        def counted(probe, key):
+            trial = build(probe, key)
+            self.alive.append(weakref.ref(trial.branch))
+            self.names.append(key)
+            return trial
 
-        monkeypatch.setattr(promise, "build_branch", counted)
+        monkeypatch.setattr(promise.Probe, "_build_trial", counted)
 
     def parameters(self) -> int:
         gc.collect()
@@ -648,7 +659,7 @@ def test_the_probe_never_holds_more_weights_than_the_host_has(monkeypatch: pytes
     monkeypatch.setattr(promise, "LEAST_PARAMETERS", 0, raising=False)
     built = Built(monkeypatch)
     loop = make_loop(Script(probes=[1]), config(probe_steps=3), dtype=torch.float64)
-    loop.data = make_data(24, dtype=torch.float64)
+    loop.data = make_data(60, dtype=torch.float64)
     loop.epoch()
     host = loop.slotted.discovery.host.parameters
     most = 0
@@ -743,10 +754,10 @@ def test_the_promise_of_a_candidate_does_not_depend_on_its_portion(monkeypatch: 
         loop.epoch()
         built = Built(monkeypatch)
         loop.epoch()
-        assert len(built.names) == len(set(built.names)) == 6
+        assert len(built.names) == len(set(built.names)) == 15
         event = next(event for event in loop.events if event.kind == "probed")
         found.append({(slot, name): value for slot, some in event.promises.items() for name, value in some.items()})
-    assert len(found[0]) == 6
+    assert len(found[0]) == 15
     assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
@@ -784,14 +795,14 @@ def test_a_probe_is_resumed_between_any_two_steps(monkeypatch: pytest.MonkeyPatc
 
     def run(stop: int | None) -> dict:
         loop = make_loop(Script(probes=[1]), config(probe_steps=2), dtype=torch.float64)
-        loop.data = make_data(20, dtype=torch.float64)
+        loop.data = make_data(40, dtype=torch.float64)
         loop.epoch()
         for number, (x, y) in enumerate(loop.data):
             if number == stop:
                 state = copy.deepcopy(loop.grower.state_dict())
                 loop.grower.stop()
                 loop = make_loop(Script(probes=[1]), config(probe_steps=2), dtype=torch.float64)
-                loop.data = make_data(20, dtype=torch.float64)
+                loop.data = make_data(40, dtype=torch.float64)
                 loop.grower.load_state_dict(state)
             torch.manual_seed(number)
             loop.step(x, y)
@@ -799,8 +810,8 @@ def test_a_probe_is_resumed_between_any_two_steps(monkeypatch: pytest.MonkeyPatc
         return next(event for event in loop.events if event.kind == "probed").promises
 
     expected = run(None)
-    assert {len(found) for found in expected.values()} == {3}
-    for stop in (0, 7, 8, 9, 13, 19):
+    assert {slot: len(found) for slot, found in expected.items()} == {"first": 9, "second": 6}
+    for stop in (0, 7, 8, 9, 13, 19, 25, 39):
         assert run(stop) == expected
 
 

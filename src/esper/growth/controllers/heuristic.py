@@ -1,7 +1,9 @@
-"""The heuristic controller: grows a starved host early, chooses slots and blueprints by the probe, and keeps seeds that pay their rent.
+"""The heuristic controller: grows a starved host early, in width and in depth, chooses slots and blueprints by the probe, and keeps seeds
+that pay their rent.
 
-When it checks the host. Once after a tenth of the training, and again whenever the training loss stops falling or jumps up, as long as
-enough of the training is left. It requests a probe one epoch before it grows anything.
+When it checks the host. Once after a tenth of the training, again at once when seeds were kept, and whenever the training loss stops
+falling or jumps up, as long as enough of the training is left. So a host grows in steps until a further one would not pay, or the data do
+not suffice. It requests a probe one epoch before it grows anything.
 
 Starved hosts. A host is starved if its training loss is still high, it does not overfit, and one of these holds:
 - its loss is expected to end high, by extrapolating the last epochs with a power law of time;
@@ -11,8 +13,9 @@ Undertrained hosts. A starved host is left alone if longer training would gain m
 falling at the end of the training, and the estimated fall by the seeds is not many times as large. The threshold was measured
 (docs/log.md).
 
-Choice of seeds. In every free slot it takes the candidate with the largest estimated fall of the loss within an epoch, minus its rent. The
-data must suffice to train that many weights in that place: a convolution sees many positions per sample in a wide feature map, and few in a
+Choice of seeds. In every free slot it takes the candidate with the largest estimated fall of the loss within an epoch, minus its rent. All
+of them together cannot lower the loss below its floor: the best candidate comes first, and what it leaves must pay for the next. The data
+must suffice to train that many weights in that place: a convolution sees many positions per sample in a wide feature map, and few in a
 small one. Right before the head it demands many times as much data per weight, because a seed there lowers the training loss fastest of all
 but does not generalise from few samples.
 """
@@ -59,6 +62,7 @@ class Heuristic:
         self.rules = config.heuristic
         self.lifecycle = config.lifecycle
         self._looks_at: int | None = None  # epoch after which the requested probe has results
+        self._is_next_step = False  # the requested probe is for a further step of growth
 
     def decide(self, state: GrowthState) -> Decision:
         # Existing seeds are reviewed in any case. New ones come in two steps: request a probe, and grow one epoch later by its results.
@@ -68,7 +72,8 @@ class Heuristic:
         if self._looks_at == state.epoch:
             grown, why = self._grow(state)
             return Decision((*actions, *grown), why, passed_over=passed_over(state, self.rules, grown))
-        must_look, why = self._look(state)
+        self._is_next_step = self._may_step_again(state, actions)
+        must_look, why = (True, "looks for the next step") if self._is_next_step else self._look(state)
         if must_look:
             self._looks_at = state.epoch + 1
         return Decision(tuple(actions), why, probe=must_look)
@@ -106,6 +111,13 @@ class Heuristic:
         why = has_jumped(state, self.rules) or has_stopped_falling(state, self.rules)
         return bool(why), why
 
+    def _may_step_again(self, state: GrowthState, actions: Sequence[Action]) -> bool:
+        """Return whether all seeds are judged now, one of them is kept, and there is time for more. Their slots open again."""
+        ended = {action.slot for action in actions if isinstance(action, Fossilize | Prune)}
+        is_over = all(slot.place.name in ended for slot in state.slots if slot.stage in LIVING)
+        is_kept = any(isinstance(action, Fossilize) for action in actions)
+        return is_over and is_kept and self._is_in_time(state.epochs, at=state.epoch + 1)
+
     def _first_look(self, epochs: int | None) -> int:
         """Return the epoch of the first check in a training of `epochs` epochs."""
         return max(FIRST_LOOK, round(self.rules.grow_at * epochs) if epochs else FIRST_LOOK)
@@ -138,25 +150,26 @@ class Heuristic:
 
     def _grow(self, state: GrowthState) -> tuple[list[Action], str]:
         """Return the seeds to germinate after a probe, and the reason."""
-        verdict = starvation(state, self.rules)
+        verdict = next_step(state, self.rules) if self._is_next_step else starvation(state, self.rules)
         if not verdict.is_starved:
             return [], f"leaves the host alone: {verdict.reason}"
         plan = choose(state, self.rules)
         if not plan:
-            return [], f"the host is starved ({verdict.reason}), but nothing that fits would pay"
+            return [], f"nothing that fits would pay, though {verdict.reason}"
         times = speed_over_longer_training(state, [candidate for _, candidate in plan])
         if times < self.rules.longer_training:
             return [], (
                 f"leaves the host alone: it is undertrained. For the same FLOPs, seeds would lower the loss {times:.1f} times as much as "
                 f"the host itself at the end of its training, but growing pays from {self.rules.longer_training:g} times on; train longer"
             )
-        return [Germinate(name, _why(one, state), one.blueprint) for name, one in plan], f"the host is starved: {verdict.reason}"
+        return [Germinate(name, _why(one, state), one.blueprint) for name, one in plan], f"grows: {verdict.reason}"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"looks_at": self._looks_at}
+        return {"looks_at": self._looks_at, "is_next_step": self._is_next_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._looks_at = state["looks_at"]
+        self._is_next_step = state.get("is_next_step", False)  # missing in files of earlier versions
 
 
 def judge(name: str, measured: Contribution, rent: float, *, may_prune: bool, is_last: bool) -> list[Action]:
@@ -189,7 +202,7 @@ def starvation(state: GrowthState, rules: HeuristicConfig) -> Starvation:
     is_now = f"its training loss is {figure(train, 3)}"
     if scale.relative(train) < rules.high_loss:
         return Starvation(False, f"{is_now}, below {rules.high_loss:.0%} of the uninformed loss, {figure(scale.uninformed, 2)}")
-    if scale.relative(val) > rules.overfit_gap * scale.relative(train):
+    if overfits(state, rules):
         return Starvation(False, f"it overfits: validation loss {figure(val, 3)}, training loss {figure(train, 3)}")
     end = projected_loss(scale.above_floor(state.train_losses), state.epochs or UNKNOWN_HORIZON * state.epoch) + scale.floor
     if scale.relative(end) > rules.projected_loss:
@@ -197,6 +210,26 @@ def starvation(state: GrowthState, rules: HeuristicConfig) -> Starvation:
     if state.samples_per_epoch and state.host_load < state.samples_per_epoch:
         return Starvation(True, f"{is_now}, and the data could teach more weights than it has")
     return Starvation(False, f"its training loss is going to end at about {figure(end, 3)}")
+
+
+def next_step(state: GrowthState, rules: HeuristicConfig) -> Starvation:
+    """Judge whether a host whose last seeds were kept may grow further. Whether it pays is a matter of the candidates."""
+    train, val = state.train_losses[-1], state.val_losses[-1]
+    assert state.scale is not None
+    if state.scale.relative(train) < rules.low_loss:
+        return Starvation(False, f"its training loss is {figure(train, 3)}, and a further step could not lower it by much")
+    if overfits(state, rules):
+        return Starvation(False, f"it overfits: validation loss {figure(val, 3)}, training loss {figure(train, 3)}")
+    return Starvation(True, f"its last seeds are kept, and its training loss is {figure(train, 3)}")
+
+
+def overfits(state: GrowthState, rules: HeuristicConfig) -> bool:
+    """Return whether the validation loss is so far above the training loss that data are lacking rather than capacity.
+
+    The lowest of the last validation losses counts, because a batch norm makes single ones high while the learning rate is large.
+    """
+    assert state.scale is not None
+    return min(map(state.scale.relative, state.val_losses[-3:])) - state.scale.relative(state.train_losses[-1]) > rules.overfit_gap
 
 
 def projected_loss(losses: Sequence[float], epochs: int) -> float:
@@ -269,13 +302,22 @@ def speed_over_longer_training(state: GrowthState, chosen: Sequence[Candidate]) 
 
 
 def choose(state: GrowthState, rules: HeuristicConfig) -> list[tuple[str, Candidate]]:
-    """Return the (slot, candidate) pairs to grow: the best candidate of every free slot, best slots first, within the budget."""
+    """Return the (slot, candidate) pairs to grow: the best candidate of every free slot, best slots first, within the budget.
+
+    A further one must pay its rent with what those before it leave of the loss.
+    """
+    assert state.scale is not None
     best = [(slot, option) for slot in state.slots if (option := _best(slot, state, rules)) is not None]
     plan = []
     allowed = Allowance(state.seeds_left, state.parameters_left, state.flops_left)
-    for slot, candidate in sorted(best, key=lambda pair: _worth(pair[1], state), reverse=True):
-        if allowed.refusal(candidate.cost) is None:
-            allowed = allowed.after(candidate.cost)
+    left = state.scale.above_floor(state.train_losses)[-1]
+    wider: set[str] = set()  # layers whose units the chosen candidates widen
+    for slot, candidate in sorted(best, key=lambda pair: _speed(pair[1], state), reverse=True):
+        gain = min(_worth(candidate, state) + candidate.rent, left)
+        units = set(candidate.widened)
+        if allowed.refusal(candidate.cost) is None and gain > candidate.rent and not units & wider:
+            allowed, left = allowed.after(candidate.cost), left - gain
+            wider |= units
             plan.append((slot.place.name, candidate))
     return plan
 
@@ -307,7 +349,12 @@ def _why_not(slot: SlotState, candidate: Candidate, chosen: Mapping[str, str], s
     allowed = Allowance(state.seeds_left, state.parameters_left, state.flops_left)
     for candidates, blueprint in spent:
         allowed = allowed.after(next(other.cost for other in candidates if other.blueprint == blueprint))
-    return allowed.refusal(candidate.cost) or "the host is left alone, see the decision"
+    if refusal := allowed.refusal(candidate.cost):
+        return refusal
+    growing = [one for other in state.slots for one in other.candidates if chosen.get(other.place.name) == one.blueprint]
+    if any(set(candidate.widened) & set(one.widened) for one in growing):
+        return "a chosen seed widens the same units"
+    return "what the chosen seeds leave of the loss would not pay its rent" if chosen else "the host is left alone, see the decision"
 
 
 def _why(candidate: Candidate, state: GrowthState) -> str:
@@ -318,12 +365,23 @@ def _why(candidate: Candidate, state: GrowthState) -> str:
 def _best(slot: SlotState, state: GrowthState, rules: HeuristicConfig) -> Candidate | None:
     """Return the candidate of a slot that is worth most; None if none is worth its rent."""
     options = [candidate for candidate in _teachable(slot, state, rules) if _worth(candidate, state) > 0]
-    return max(options, key=lambda candidate: _worth(candidate, state), default=None)
+    return max(options, key=lambda candidate: _speed(candidate, state), default=None)
 
 
 def _worth(candidate: Candidate, state: GrowthState) -> float:
     """Return the estimated fall of the loss within an epoch, minus the rent."""
     return (candidate.promise or 0.0) * max(state.steps_per_epoch, 1) - candidate.rent
+
+
+def _speed(candidate: Candidate, state: GrowthState) -> float:
+    """Return how fast a candidate would lower the loss at first, per epoch, minus its rent.
+
+    Many candidates would lower a loss that is almost zero by all that is left of it. The speed still tells them apart.
+    """
+    assert state.scale is not None
+    left = state.scale.above_floor(state.train_losses)[-1]
+    share = (_worth(candidate, state) + candidate.rent) / left if left > 0 else 0.0
+    return -left * math.log1p(-min(share, 1 - 1e-12)) - candidate.rent
 
 
 def _teachable(slot: SlotState, state: GrowthState, rules: HeuristicConfig) -> list[Candidate]:
@@ -342,5 +400,7 @@ def _objection(slot: SlotState, candidate: Candidate, state: GrowthState, rules:
         return None
     is_at_the_end = slot.place.flops_behind < LITTLE_BEHIND * state.host_cost.flops
     evidence = rules.evidence_at_the_end if is_at_the_end else rules.evidence
+    if candidate.widened:
+        evidence = rules.evidence_of_width
     limit = state.samples_per_epoch / evidence
     return None if candidate.load <= limit else f"too few data: its weights need {candidate.load * evidence:,.0f} samples per epoch"

@@ -206,7 +206,7 @@ def _run(model: nn.Module, example_input: Any, *, batch: int = 0, nudge: Nudge |
         return leave_it
 
     # Switch fused kernels off: they call no submodules, and pass on nested tensors without a regular shape.
-    with isolated(model), torch.no_grad(), _fused_attention(enabled=False):
+    with isolated(model), torch.no_grad(), fused_attention(enabled=False):
         model.eval()
         try:
             kept = _kept_seeds(model)
@@ -229,7 +229,7 @@ def _run(model: nn.Module, example_input: Any, *, batch: int = 0, nudge: Nudge |
 
 
 @contextmanager
-def _fused_attention(*, enabled: bool) -> Iterator[None]:
+def fused_attention(*, enabled: bool) -> Iterator[None]:
     """Allow or forbid torch to compute its transformer layers by one kernel each."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(enabled)

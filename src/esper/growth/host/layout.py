@@ -20,8 +20,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -30,6 +30,71 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
 Kind = Literal["conv", "token", "dense"]
+
+
+class LayerSize(NamedTuple):
+    """The sizes of a layer, from which the cost of new rows and columns follows."""
+
+    inputs: int
+    outputs: int
+    kernel: int  # weights per pair of input and output
+    has_bias: bool
+    positions: int  # per sample for which it computes its output
+
+    def cost(self, inputs: int, outputs: int) -> tuple[int, int]:
+        """Return the parameters and FLOPs of a block of weights from these inputs to these outputs."""
+        weights = inputs * outputs * self.kernel
+        return weights, 2 * weights * self.positions
+
+
+class Reader(NamedTuple):
+    """A layer that reads units: its name, and the number of its input features per unit. A flattened map has one for each position."""
+
+    name: str
+    features: int
+
+
+class Through(NamedTuple):
+    """How units go through a module with weights, statistics or random numbers for each unit."""
+
+    features: int = 1  # of the module per unit; a batch norm behind a flattened map has one for each position
+    axis: int | None = None  # dimension of the units, for a dropout
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Units that can be widened. Names are those of submodules, in the order in which they run."""
+
+    producers: tuple[str, ...]  # several if the host multiplies or adds their outputs, as a gated network does
+    own: tuple[str, ...]  # modules with weights, statistics or random numbers for each unit
+    readers: tuple[Reader, ...]
+    width: int  # number of units
+    step: int  # new units come in multiples of this: whole groups of a group norm or a grouped convolution
+    carriers: tuple[str, ...] = ()  # submodules whose output holds the units, containers included
+    sizes: tuple[tuple[str, LayerSize], ...] = ()  # of producers and readers
+    own_cost: tuple[int, int] = (0, 0)  # parameters and FLOPs of the modules in `own`, for the host's units
+    kept: int = 0  # units that width seeds have added and that are kept
+    through: tuple[tuple[str, Through], ...] = ()  # how units go through some of the modules in `own`; the others have the defaults
+
+    @property
+    def name(self) -> str:
+        return self.producers[0]
+
+    def added(self, share: float) -> int:
+        """Return the number of new units for a share of those that are there, in whole steps.
+
+        >>> [Units(("a",), (), (), 10, step).added(0.25) for step in (1, 2, 5)]
+        [2, 2, 5]
+        """
+        return max(round((self.width + self.kept) * share / self.step), 1) * self.step
+
+    def beside(self, kept: Mapping[str, tuple[int, int]]) -> Units:
+        """Return the units with those that seeds have added. `kept` maps modules to the inputs and outputs that were added to them."""
+        sizes = []
+        for name, size in self.sizes:
+            inputs, outputs = kept.get(name, (0, 0))
+            sizes.append((name, size._replace(inputs=size.inputs + inputs, outputs=size.outputs + outputs)))
+        return replace(self, sizes=tuple(sizes), kept=kept.get(self.name, (0, 0))[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +115,18 @@ class Place:
     is_fused: bool = False  # a module around it computes it by a fused kernel in eval mode, unless the submodule has a hook
     depth: float = 0.0  # fraction of the host's FLOPs before this place: 0 at its input, 1 at its output
     flops_behind: int = 0  # FLOPs per sample of the host's forward pass after this place
+    chain: tuple[Units, ...] = ()  # units that can be widened: those at this place and in a row behind, or those inside the submodule
+    why_not_wider: str = ""  # reason why the units at this place cannot be widened
+    earlier: int = 0  # slots at the same place that hold kept seeds; this one is applied after them
+
+    @property
+    def module(self) -> str:
+        """Name of the submodule. The name of a slot that is not the first at its place has a number behind it: "layer1#2"."""
+        return self.name.rpartition("#")[0] if self.earlier else self.name
+
+    def again(self) -> Place:
+        """Return the next place behind the same submodule."""
+        return replace(self, name=f"{self.module}#{self.earlier + 2}", earlier=self.earlier + 1)
 
     @property
     def width(self) -> int:
@@ -61,6 +138,11 @@ class Place:
         """Number of positions in space or time; they share the weights of a seed."""
         sizes = self.shape[1:] if self.kind == "conv" else self.shape[:-1]
         return math.prod(sizes)
+
+    def own_units(self, output: Tensor) -> Tensor:
+        """Return the host's own units of a batched output, without those that width seeds have added."""
+        axis = 1 if self.kind == "conv" else -1
+        return output if output.shape[axis] == self.width else output.narrow(axis, 0, self.width)
 
     @property
     def is_plane(self) -> bool:

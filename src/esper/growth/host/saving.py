@@ -22,6 +22,7 @@ from esper.growth.host.slots import SeedHome, Slot, around
 from esper.growth.host.slotted import FACTS_OF_BAKED, AveragedModel, Slotted, check_has_no_slots
 from esper.growth.host.state_dict import attach, build_seed, specs_in
 from esper.growth.seeds.seed import SPEC_KEYS, Seed, SeedSpec
+from esper.growth.seeds.width import WidthSeed, fold, widen_to
 from esper.runs.cards import write_model_card
 from esper.runs.checkpoints import plain_names
 from esper.runs.tensors import read_tensors, write_tensors
@@ -73,6 +74,7 @@ def load(source: Path | str | Mapping[str, Tensor], *, model: nn.Module) -> nn.M
     host = unwrap(model)
     check_has_no_slots(host)
     modules = plain_names(dict(host.named_modules()))
+    widen_to(modules, {name: tensor.shape for name, tensor in state.items()})
     own = plain_names(host.state_dict())
     # A file holds tied weights once: add their other names.
     state |= {second: state[first] for second, first in _second_names(host).items() if first in state and second not in state}
@@ -81,11 +83,17 @@ def load(source: Path | str | Mapping[str, Tensor], *, model: nn.Module) -> nn.M
     seeds = {name: _build(name, spec, state, own, modules) for name, spec in specs_in(state).items()}
     expected = {**own, **{f"{name}.{key}": tensor for name, (_, seed) in seeds.items() for key, tensor in seed.state_dict().items()}}
     _check_fit(expected, state)
+    # The units of width seeds become a part of the host's own layers.
+    wide = {name: seed for name, (_, seed) in seeds.items() if isinstance(seed, WidthSeed)}
+    for name, wide_seed in wide.items():
+        wide_seed.load_state_dict({key.removeprefix(f"{name}."): state.pop(key) for key in list(state) if key.startswith(f"{name}.")})
+        del seeds[name]
     for name, (after, seed) in seeds.items():
         home, _, own_name = name.rpartition(".")
         attach(modules[after], seed, SeedHome(modules[home], home.removeprefix(after).removeprefix("."), own_name))
     actual = plain_names({name: name for name in host.state_dict()})
     host.load_state_dict({name: state[plain] for plain, name in actual.items()})
+    fold(modules, sorted(wide.values(), key=lambda seed: seed.spec.order))
     if is_compiled(model):
         torch.compiler.reset()  # compiled code would not notice the new hooks
     return model
@@ -156,7 +164,7 @@ def _build(
     like = _parameter_like(modules[after], modules[""])
     is_same_precision = all(own[key].dtype == state[key].dtype for key in own if key in state)
     dtype = state[f"{name}.alpha"].dtype if is_same_precision and f"{name}.alpha" in state else like.dtype
-    seed = build_seed(Place(after, spec.kind, spec.shape, dtype=dtype, device=like.device), spec)
+    seed = build_seed(Place(after, spec.kind, spec.shape, dtype=dtype, device=like.device), spec, modules)
     current_key, earlier_key = (f"{name}.{key}" for key in SPEC_KEYS)
     if earlier_key in state:
         state[current_key] = state.pop(earlier_key)

@@ -151,14 +151,21 @@ def around(module: nn.Module) -> ForwardPatch | None:
 
 def own_forward(module: nn.Module) -> Forward:
     """Return the module's forward without a patch."""
-    patch = around(module)
+    patch = _innermost(around(module))
     return module.forward if patch is None else patch.inner
+
+
+def _innermost(patch: ForwardPatch | None) -> ForwardPatch | None:
+    """Return the first of the patches of a submodule, whose `inner` is the submodule's own forward, given the last."""
+    while patch is not None and isinstance(before := getattr(patch.inner, "__self__", None), ForwardPatch):
+        patch = before
+    return patch
 
 
 @contextmanager
 def forward_replaced(module: nn.Module, forward: Forward) -> Iterator[None]:
-    """Replace the module's own forward inside the `with` block. Its hooks and its patch, such as a slot, still run."""
-    patch = around(module)
+    """Replace the module's own forward inside the `with` block. Its hooks and its patches, such as slots, still run."""
+    patch = _innermost(around(module))
     if patch is not None:
         own = patch.inner
         patch.inner = forward
@@ -217,8 +224,9 @@ class Slot(ForwardPatch):
 
     home: SeedHome
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, wide: Mapping[str, ForwardPatch] | None = None) -> None:
         self.place = place
+        self.wide: Mapping[str, ForwardPatch] = wide or {}  # patches of the modules that new units of this slot pass through, by name
         self.seed: Seed | None = None
         self.is_connected = False  # the seed changes the host's output
         self.is_kept = False  # the seed is fossilized
@@ -271,6 +279,8 @@ class Slot(ForwardPatch):
         """Put a seed into the slot; None empties the slot. The seed changes the host's output only if `connected`."""
         if seed is not None:
             seed.spec = msgspec.structs.replace(seed.spec, levels_up=self.home.levels_up)
+        if self.seed is not None:
+            self.seed.connect(self.wide, False)
         self.seed = seed
         self.is_kept = False
         self._alpha = 0.0
@@ -281,6 +291,8 @@ class Slot(ForwardPatch):
     def connect(self, connected: bool) -> None:
         """Switch the seed's effect on the host's output on or off."""
         self.is_connected = connected
+        if self.seed is not None:
+            self.seed.connect(self.wide, connected)
         self._update_is_idle()
 
     def observe(self, observer: Observer | None) -> None:
@@ -289,7 +301,13 @@ class Slot(ForwardPatch):
         self._update_is_idle()
 
     def _update_is_idle(self) -> None:
-        self.is_idle = not self.is_connected and self.observer is None and self._origin is None
+        is_applied = self.is_connected and self.seed is not None and not self.seed.spec.wide  # patches apply a width seed
+        self.is_idle = not is_applied and self.observer is None and self._origin is None
+
+    @property
+    def begins_at(self) -> str:
+        """Name of the first module whose output depends on the seed: the slot's own, or the first that a width seed widens."""
+        return self.seed.spec.wide[0].module if self.seed is not None and self.seed.spec.wide else self.place.module
 
     @property
     def alpha(self) -> float:
@@ -317,8 +335,9 @@ class Slot(ForwardPatch):
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the observer and the origin; `__deepcopy__` sets the origin of a copy."""
-        return {**super().__getstate__(), "observer": None, "_origin": None, "is_idle": not self.is_connected}
+        """Leave out the observer, the origin, which `__deepcopy__` sets, and the patches of other modules, which a `Slotted` sets."""
+        is_applied = self.is_connected and self.seed is not None and not self.seed.spec.wide
+        return {**super().__getstate__(), "observer": None, "_origin": None, "wide": {}, "is_idle": not is_applied}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
         """Copy the slot, and let the copy remember the original, so that it can warn when the original has grown."""

@@ -18,6 +18,7 @@ compiled code.
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from esper.display import Card, Displayed
@@ -37,6 +39,7 @@ from esper.growth.host.isolation import eager, is_compiled, isolated, unwrap
 from esper.growth.host.layout import Place
 from esper.growth.host.slots import (
     ModelPatch,
+    SeedHome,
     Slot,
     around,
     drop_copied_zero_grad,
@@ -45,9 +48,11 @@ from esper.growth.host.slots import (
     own_forward,
     tensors_in,
 )
-from esper.growth.host.state_dict import CheckStructure, agree, as_model_takes_it, attach, build_seed, find_homes, specs_in
-from esper.growth.seeds.blueprints import KINDS, blueprints_for, blueprints_of, cost_of, reason_against
-from esper.growth.seeds.seed import Seed
+from esper.growth.host.state_dict import CheckStructure, agree, as_model_takes_it, attach, build_seed, find_homes, free_home, specs_in
+from esper.growth.host.units import find_units, modules_of, with_units
+from esper.growth.seeds.blueprints import KINDS, blueprints_for, blueprints_of, cost_of, get_blueprint, reason_against
+from esper.growth.seeds.seed import SPEC_KEYS, Blending, Seed, SeedSpec
+from esper.growth.seeds.width import WidePatch, WidthSeed, fold as fold_seeds, make_seed
 from esper.runs.checkpoints import plain_name, plain_names
 from esper.text_table import aligned
 
@@ -65,7 +70,7 @@ def add_slots(model: nn.Module, example_input: Any, *, slots: Sequence[str] | No
     _check_model(model)
     host = unwrap(model)
     check_has_no_slots(host)
-    found = discover(host, example_input)
+    found = with_units(discover(host, example_input), *find_units(host, example_input))
     return Slotted(model, host, found, choose(host, found, slots), example_input)
 
 
@@ -96,7 +101,10 @@ class Slotted(Displayed):
 
     def __init__(self, model: nn.Module, host: nn.Module, discovery: Discovery, names: Sequence[str], example_input: Any) -> None:
         self.model, self.host, self.discovery, self.example_input = model, host, discovery, example_input
-        self.slots = {name: Slot(discovery.places[name]) for name in names}
+        touched = {part for name in names for units in discovery.places[name].chain for part in modules_of(units)}
+        fused = {name for name in touched if name in discovery.places and discovery.places[name].is_fused}
+        self.wide = {name: WidePatch(is_fused=name in fused) for name in touched}  # patches of the modules that new units pass through
+        self.slots = {name: Slot(discovery.places[name], self.wide) for name in names}
         self.calls = ModelPatch()
         self.is_attached = True
         self._weights = {name: weights_of(host, host.get_submodule(name)) for name in names}  # dtype and device at the discovery
@@ -116,8 +124,11 @@ class Slotted(Displayed):
         """Patch the model's forward, attach all slots, and return the handle of the state dict check."""
         # Patch the model first, because a slot may be after the whole model.
         self.calls.attach(self.model if is_compiled(self.model) else self.host)
+        # New units pass through a layer before a slot after it sees its output.
+        for name, patch in self.wide.items():
+            patch.attach(self.host.get_submodule(name))
         for name, slot in self.slots.items():
-            slot.attach_to(self.host.get_submodule(name), self._homes[name])
+            slot.attach_to(self.host.get_submodule(slot.place.module), self._homes[name])
         return on_load(self.host, CheckStructure(self.host, self.slots))
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -128,6 +139,8 @@ class Slotted(Displayed):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        for slot in self.slots.values():
+            slot.wide = self.wide
         # torch gives a copy of a compiled model its own forward, so patch it again.
         if self.is_attached and is_compiled(self.model) and around(self.model) is None:
             self.calls.attach(self.model)
@@ -163,11 +176,89 @@ class Slotted(Displayed):
     def place(self, name: str) -> Place:
         """Return the place of a slot with its current dtype and device: the host may have been moved or cast since the discovery."""
         place, before = self.slot(name).place, self._weights[name]
-        now = weights_of(self.host, self.host.get_submodule(name))
+        now = weights_of(self.host, self.host.get_submodule(place.module))
         # Take over only the changes of the weights: the dtype and device of an output may differ from those of the weights.
         dtype = place.dtype if now.dtype == before.dtype else now.dtype
         device = place.device if now.device == before.device else now.device
-        return replace(place, dtype=dtype, device=device)
+        kept = self._kept_units()
+        return replace(place, dtype=dtype, device=device, chain=tuple(units.beside(kept) for units in place.chain))
+
+    def new_seed(self, name: str, blueprint: str, *, random_seed: int, blending: Blending = "add") -> Seed:
+        """Build a seed of a blueprint for a slot, and do not plant it."""
+        order = 1 + max((slot.seed.spec.order for slot in self.slots.values() if slot.seed is not None), default=0)
+        modules = dict(self.host.named_modules())
+        return make_seed(self.place(name), blueprint, modules, self._kept_units(), random_seed=random_seed, blending=blending, order=order)
+
+    def rebuilt_seed(self, name: str, state: Mapping[str, Tensor]) -> Seed:
+        """Build the seed of a slot for a state dict of it. The caller loads the weights."""
+        spec = SeedSpec.from_tensor(next(state[key] for key in SPEC_KEYS if key in state))
+        return build_seed(self.place(name), spec, dict(self.host.named_modules()))
+
+    def reader_of(self, name: str) -> str:
+        """Return a sentence that names a seed which reads the units of the width seed in a slot; "" if there is none."""
+        own = self.slot(name).seed
+        if own is None or not own.spec.wide:
+            return ""
+        modules = {plan.module for plan in own.spec.wide}
+        for other, slot in self.slots.items():
+            if slot.seed is None or slot.seed.spec.order <= own.spec.order:
+                continue
+            if any(plan.module in modules and (plan.seen_inputs or plan.seen_outputs) for plan in slot.seed.spec.wide):
+                return f"the seed in {other!r} reads its units; remove that one first"
+        return ""
+
+    def _kept_units(self) -> dict[str, tuple[int, int]]:
+        """Return the inputs and outputs that kept width seeds have added to modules: of those before the first that is not kept."""
+        kept = {slot.seed for slot in self.slots.values() if slot.is_kept}
+        found = {}
+        for name, patch in self.wide.items():
+            first = [plan for seed, plan, _ in itertools.takewhile(lambda entry: entry[0] in kept, patch.seeds)]
+            if first:
+                found[name] = sum(plan.inputs for plan in first), sum(plan.outputs for plan in first)
+        return found
+
+    def open_again(self, name: str) -> Slot:
+        """Open another slot at the place of a slot, and return it. It is applied after those that are there."""
+        last = self.last_at(self.slot(name).place.module)
+        place = self.slots[last].place.again()
+        slot = Slot(place, self.wide)
+        self._homes[place.name] = self._next_home(last)
+        self._weights[place.name] = self._weights[last]
+        # Keep the order in which the slots run.
+        behind = {key: self.slots.pop(key) for key in list(self.slots)[list(self.slots).index(last) + 1 :]}
+        self.slots |= {place.name: slot, **behind}
+        slot.attach_to(self.host.get_submodule(place.module), self._homes[place.name])
+        return slot
+
+    def close(self, name: str) -> None:
+        """Remove the last slot at a place, which is not the only one there, with its seed."""
+        slot = self.slots.pop(name)
+        assert slot.place.earlier, "the first slot at a place stays"
+        slot.plant(None)
+        slot.detach()
+        del self._homes[name], self._weights[name]
+
+    def last_at(self, module: str) -> str:
+        """Return the name of the last slot at the place behind a submodule."""
+        return next(name for name, slot in reversed(self.slots.items()) if slot.place.module == module)
+
+    def _next_home(self, last: str) -> SeedHome:
+        """Return the home of the seed in the next slot at the place of the last one there."""
+        return free_home(self._homes[last].module, self._homes[last].path, self._homes.values())
+
+    def _paths(self) -> dict[str, str]:
+        """Return the slots by the names of their seeds in a state dict."""
+        return {plain_name(f"{slot.place.module}.{self._homes[name].baked_as}"): name for name, slot in self.slots.items()}
+
+    def _next_paths(self) -> dict[str, str]:
+        """Return the last slot at each place by the name that the seed of the next slot there would have in a state dict."""
+        last = {slot.place.module: name for name, slot in self.slots.items()}
+        return {plain_name(f"{module}.{self._next_home(name).baked_as}"): name for module, name in last.items()}
+
+    def wide_seeds(self) -> list[WidthSeed]:
+        """Return the connected width seeds, also candidates of a probe, in the order of their units."""
+        found = dict.fromkeys(seed for patch in self.wide.values() for seed, _, _ in patch.seeds)
+        return sorted(found, key=lambda seed: seed.spec.order)
 
     def run_eagerly(self, is_eager: bool) -> None:
         """Run a compiled model eagerly until this is called with False or the slots are removed."""
@@ -201,14 +292,18 @@ class Slotted(Displayed):
         # Build all seeds first. Names are compared without the prefixes that wrappers add.
         state = plain_names(state)
         wanted = specs_in(state)
-        paths = {plain_name(f"{name}.{self._homes[name].baked_as}"): name for name in self.slots}
         baked = {plain_name(name) for name, module in self.host.named_modules() if isinstance(module, Seed)}
+        paths = self._paths()
+        while behind := next((name for path, name in self._next_paths().items() if path in wanted.keys() - baked), None):
+            self.open_again(behind)
+            paths = self._paths()
         unknown = sorted(wanted.keys() - paths.keys() - baked)
         if unknown:
             raise GrowthError(
                 f"the state dict has the seed {unknown[0]!r}, and this model has no slot there; pass the same slots to add_slots"
             )
-        seeds = {slot: build_seed(self.place(slot), wanted[path]) for path, slot in paths.items() if path in wanted}
+        modules = dict(self.host.named_modules())
+        seeds = {slot: build_seed(self.place(slot), wanted[path], modules) for path, slot in paths.items() if path in wanted}
         # Put them into the slots and load the weights; if that fails, put the former seeds back.
         before = {name: (slot.seed, slot.is_connected, slot.alpha, slot.is_kept) for name, slot in self.slots.items()}
         for name, slot in self.slots.items():
@@ -237,8 +332,10 @@ class Slotted(Displayed):
 
     def _detach_slots(self) -> None:
         self.run_eagerly(False)
-        for slot in self.slots.values():
+        for slot in reversed(self.slots.values()):
             slot.detach()
+        for patch in self.wide.values():
+            patch.detach()
         self.calls.detach()
         self._check_handle.remove()
         self.is_attached = False
@@ -252,12 +349,16 @@ class Slotted(Displayed):
             self.calls.follower.stop()
             self.calls.follower = None
 
-    def bake(self) -> nn.Module:
+    def bake(self, *, fold: bool = True, optimizer: Optimizer | None = None, of_seeds: Mapping[Seed, Optimizer] | None = None) -> nn.Module:
         """Make the fossilized seeds part of the model, remove all slots and other seeds, and return the model without wrappers.
 
+        A depth seed becomes a submodule. With `fold`, the units of a width seed become rows and columns of the host's own layers, and
+        nothing else is left of it; otherwise it becomes a submodule too. The parameters of the host stay the same objects. Those that are
+        wider keep their state in `optimizer`, that of the host, and get the state that `of_seeds` holds for the weights of each seed. The
+        parameters of submodules are in no optimiser: to train them further, make a new one.
+
         The names in the state dict do not change. The outputs for the example input are compared before and after; if they differ, an error
-        is raised and everything is left as it was. The host's optimiser does not hold the parameters of the baked seeds: to train further,
-        make a new one.
+        is raised and everything is left as it was.
         """
         if not self.is_attached:
             return self.host
@@ -269,8 +370,16 @@ class Slotted(Displayed):
                     slot.connect(False)
                     stack.callback(slot.connect, True)
             before = self._example_outputs() if kept else None
+            wide = self.wide_seeds()
             self._detach_slots()
-            handles = {name: attach(self.host.get_submodule(name), seed, self._homes[name]) for name, seed in kept.items()}
+            undo: list[Callable[[], None]] = []
+            if wide and fold:
+                undo.append(fold_seeds(dict(self.host.named_modules()), wide, of_seeds or {}, optimizer))
+            elif wide:
+                undo += [self._attach_alone(name, patch) for name, patch in self.wide.items() if patch.seeds]
+            for name, seed in kept.items():
+                if not (fold and seed.spec.wide):
+                    undo.append(self._attach_for_good(name, seed))
             after = self._example_outputs() if kept else None
             if before is None or after is None or agree(before, after):
                 stack.pop_all()  # do not connect the other seeds again
@@ -278,16 +387,33 @@ class Slotted(Displayed):
                 FACTS_OF_BAKED[self.host] = None if self.facts is None else self.facts()
                 return self.host
             # The outputs differ: take the seeds out of the module tree, and attach the slots again.
-            for name, handle in handles.items():
-                handle.remove()
-                del self._homes[name].module._modules[self._homes[name].name]
-                kept[name].baked_as = ""
+            for step in undo:
+                step()
             self._check_handle = self._attach_slots()
             self.is_attached = True
         raise GrowthError(
             f"baking would change the model's outputs for the example input, so nothing was baked. The fossilized seeds are after "
             f"{', '.join(kept)}; a module there may run or count its submodules, which add_slots did not detect"
         )
+
+    def _attach_for_good(self, name: str, seed: Seed) -> Callable[[], None]:
+        """Register a seed as a submodule, which a hook applies, and return a function that undoes it. Patches apply a width seed."""
+        module, home = self.host.get_submodule(self.slots[name].place.module), self._homes[name]
+        handle = attach(module, seed, home)
+        if seed.spec.wide:
+            handle.remove()
+
+        def undo() -> None:
+            handle.remove()
+            del home.module._modules[home.name]
+            seed.baked_as = ""
+
+        return undo
+
+    def _attach_alone(self, name: str, patch: WidePatch) -> Callable[[], None]:
+        """Attach the patch of a module without slots, and return a function that undoes it."""
+        patch.attach(self.host.get_submodule(name))
+        return patch.detach
 
     def _example_outputs(self) -> list[Tensor] | None:
         """Return the host's outputs for the example input in eval mode, with no side effects; warn and return None if it cannot run."""
@@ -327,7 +453,7 @@ class Slotted(Displayed):
             if alike:
                 tables.append("parameters and FLOPs per sample of what could grow\n" + aligned(_costs(alike)))
                 tables += _refused(alike)
-        return "\n\n".join(tables)
+        return "\n\n".join([*tables, *_widths(found.places)])
 
 
 def _output(place: Place) -> str:
@@ -345,7 +471,8 @@ def _content(slot: Slot | None) -> str:
 
 def _costs(places: Mapping[str, Place]) -> list[tuple[str, ...]]:
     """Return a table with a row for each place, a column for each blueprint, and parameters and FLOPs in the cells."""
-    blueprints = list(dict.fromkeys(blueprint for place in places.values() for blueprint in blueprints_for(place)))
+    fitting = dict.fromkeys(blueprint for place in places.values() for blueprint in blueprints_for(place))
+    blueprints = [blueprint for blueprint in fitting if blueprint.share is None]
     rows = [("output", *(blueprint.name for blueprint in blueprints))]
     for output, place in places.items():
         costs = [cost_of(blueprint, place) if blueprint in blueprints_for(place) else None for blueprint in blueprints]
@@ -353,11 +480,38 @@ def _costs(places: Mapping[str, Place]) -> list[tuple[str, ...]]:
     return rows
 
 
+def _widths(places: Mapping[str, Place]) -> list[str]:
+    """Return a table of the units that can be widened, with the cost of doubling them, and the reasons where none can be."""
+    rows: list[tuple[str, ...]] = [("units of", "number", "read by", "slots at", "cost of widen_100", "of widen_100_chain")]
+    seen: dict[str, list[str]] = {}  # producer -> places at which a slot can widen its units
+    for name, place in places.items():
+        if place.chain:
+            seen.setdefault(place.chain[0].name, []).append(name)
+    for names in seen.values():
+        place = places[names[0]]
+        units, doubled, chain = place.chain[0], get_blueprint("widen_100"), get_blueprint("widen_100_chain")
+        costs = [cost_of(doubled, place), cost_of(chain, place) if reason_against(chain, place) is None else None]
+        shown = [f"{_short(cost.parameters)} · {_short(cost.flops)}" if cost else "–" for cost in costs]
+        rows.append((" and ".join(units.producers), str(units.width), _few([reader.name for reader in units.readers]), _few(names), *shown))
+    reasons: dict[str, list[str]] = {}
+    for name, place in places.items():
+        if place.why_not_wider.startswith("its units"):
+            reasons.setdefault(place.why_not_wider, []).append(name)
+    lines = [(f"{_few(names)}:", reason.removeprefix("its units ")) for reason, names in reasons.items()]
+    tables = ["units that can be widened\n" + aligned(rows)] if seen else []
+    return [*tables, *(["units that cannot be widened\n" + aligned(lines)] if lines else [])]
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+
+
 def _refused(places: Mapping[str, Place]) -> list[str]:
     """Return lines that say which blueprints cannot grow in which of these places, and why."""
     refused: dict[tuple[str, str], list[str]] = {}  # (names of blueprints, reason) -> outputs
     for output, place in places.items():
-        reasons = {blueprint.name: reason_against(blueprint, place) for blueprint in blueprints_of(place.kind)}
+        deep = [blueprint for blueprint in blueprints_of(place.kind) if blueprint.share is None]
+        reasons = {blueprint.name: reason_against(blueprint, place) for blueprint in deep}
         for reason in dict.fromkeys(filter(None, reasons.values())):
             refused.setdefault((", ".join(name for name in reasons if reasons[name] == reason), reason), []).append(output)
     lines = [f"{names} cannot grow in {', '.join(outputs)}: {reason}" for (names, reason), outputs in refused.items()]
@@ -401,17 +555,22 @@ class AveragedModel:
     def state_dict(self) -> dict[str, Tensor]:
         return self.slotted.state_dict()
 
-    def bake(self) -> nn.Module:
+    def bake(self, *, fold: bool = True) -> nn.Module:
         """Return the averaged model with the fossilized seeds in it, without slots."""
-        return self.slotted.bake()
+        return self.slotted.bake(fold=fold)
 
     @torch.no_grad()
     def update(self) -> None:
         """Move the average towards the original by a fraction of 1 - decay."""
         self._average(self.slotted.host, self._source.host)
+        for name in [name for name in reversed(self.slotted.slots) if name not in self._source.slots]:
+            self.slotted.close(name)
+        for name, slot in self._source.slots.items():
+            if name not in self.slotted.slots:
+                self.slotted.open_again(slot.place.module)
         for name, source in self._source.slots.items():
             target = self.slotted.slots[name]
-            if source.plantings != self._plantings[name]:  # the original has a new seed here, or none any more
+            if source.plantings != self._plantings.get(name):  # the original has a new seed here, or none any more
                 target.plant(copy.deepcopy(source.seed))
                 self._plantings[name] = source.plantings
             elif source.seed is not None and target.seed is not None:

@@ -26,6 +26,7 @@ from esper.growth.host.isolation import isolated
 from esper.growth.host.layout import Place
 from esper.growth.host.slots import SeedHome, Slot, on_load, tensors_in
 from esper.growth.seeds.seed import SPEC_KEYS, Seed, SeedSpec
+from esper.growth.seeds.width import WidthSeed
 
 # The width of a saved seed must not exceed the sizes of its weights, unless it is at most this: the weights of a user's blueprint may be
 # smaller.
@@ -50,20 +51,22 @@ def find_homes(host: nn.Module, names: Sequence[str], example_input: Any) -> dic
     untested = [name for name in names if name not in counting and _children_of(host.get_submodule(name))]
     if untested and not _tolerates_children(host, untested, example_input):
         counting |= {name for name in untested if not _tolerates_children(host, [name], example_input)}
-    # Give every seed a name that is free in its home: esper_seed, esper_seed_2, ...
     homes: dict[str, SeedHome] = {}
-    taken: set[tuple[int, str]] = set()
     for name in names:
         module = host.get_submodule(name)
         path = _first_layer(module) if name in counting else ""
-        home = module.get_submodule(path)
-        count, own_name = 1, BAKED
-        while hasattr(home, own_name) or (id(home), own_name) in taken:
-            count += 1
-            own_name = f"{BAKED}_{count}"
-        taken.add((id(home), own_name))
-        homes[name] = SeedHome(home, path, own_name)
+        homes[name] = free_home(module.get_submodule(path), path, homes.values())
     return homes
+
+
+def free_home(module: nn.Module, path: str, taken: Iterable[SeedHome]) -> SeedHome:
+    """Return a home in a module under a name that is free: esper_seed, esper_seed_2, ..."""
+    names = {home.name for home in taken if home.module is module}
+    count, name = 1, BAKED
+    while hasattr(module, name) or name in names:
+        count += 1
+        name = f"{BAKED}_{count}"
+    return SeedHome(module, path, name)
 
 
 def _children_of(module: nn.Module) -> list[nn.Module]:
@@ -174,11 +177,15 @@ def _check_shape(spec: SeedSpec, weights: Sequence[Any]) -> None:
         raise ValueError(f"a seed for {width:,} features, whose weights have at most {widest:,}")
 
 
-def build_seed(place: Place, spec: SeedSpec) -> Seed:
-    """Build a seed of a saved model. The caller loads its weights."""
+def build_seed(place: Place, spec: SeedSpec, modules: Mapping[str, nn.Module]) -> Seed:
+    """Build a seed of a saved model. `modules` are those of the host, by name. The caller loads the weights of the seed."""
     place = replace(place, kind=spec.kind, shape=spec.shape, is_causal=spec.is_causal, batch_axis=spec.batch_axis, alone="")
     try:
-        seed = Seed(place, spec.blueprint, random_seed=0, blending=spec.blending)
+        seed = (
+            WidthSeed(place, spec.blueprint, modules, spec.wide, random_seed=0, blending=spec.blending, order=spec.order)
+            if spec.wide
+            else Seed(place, spec.blueprint, random_seed=0, blending=spec.blending)
+        )
         seed.spec = spec
         return seed
     except ValueError as error:
@@ -200,8 +207,8 @@ class CheckStructure:
         # Compare the seeds in the state dict with those of the model: in slots, or baked.
         saved = specs_in({key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)})
         present = {
-            f"{name}.{slot.home.baked_as}" if name else slot.home.baked_as: slot.seed.spec
-            for name, slot in self.slots.items()
+            f"{slot.place.module}.{slot.home.baked_as}" if slot.place.module else slot.home.baked_as: slot.seed.spec
+            for slot in self.slots.values()
             if slot.seed is not None
         }
         present |= {name: seed.spec for name, seed in self.host.named_modules() if isinstance(seed, Seed)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -78,6 +78,10 @@ class SlotBackend(ABC):
     def set_loss_unit(self, unit: float) -> None:
         self.loss_unit = unit
 
+    def place_now(self) -> Place:
+        """Return the place as it is now: with the units that width seeds have added to the host, if they are kept."""
+        return self.place
+
     def advance_alpha(self, curve: str) -> None:
         """Move alpha by one training step along its ramp, if there is one that has not reached its end."""
         ramp = self.life.ramp
@@ -112,6 +116,18 @@ class SlotBackend(ABC):
     @abstractmethod
     def keep(self) -> None:
         """Make the seed a permanent part of the host."""
+
+    def open_again(self) -> Self | None:
+        """Open another slot at the same place, for a seed behind the kept one, and return it; None if a place has only one slot."""
+        return None
+
+    def why_not_removed(self) -> str:
+        """Return why the kept seed cannot be removed, although it does not pay; "" if it can be."""
+        return ""
+
+    def close(self) -> None:
+        """Remove the slot, which `open_again` has opened, with its seed."""
+        raise NotImplementedError
 
     @abstractmethod
     def gradients(self) -> GradientStats | None:

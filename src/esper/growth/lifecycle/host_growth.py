@@ -18,7 +18,18 @@ import torch
 from torch import Tensor
 
 from esper.growth.config import GrowthConfig, GrowthError
-from esper.growth.events import ActionRefused, EpochEnded, Measured, PassedOver, Probed, RolledBack, SlotView, StageEntered
+from esper.growth.events import (
+    ActionRefused,
+    EpochEnded,
+    Measured,
+    PassedOver,
+    Probed,
+    RolledBack,
+    Shrunk,
+    SlotView,
+    StageEntered,
+    Widened,
+)
 from esper.growth.lifecycle.governor import Diverged, Governor, LossRange, Verdict
 from esper.growth.lifecycle.ledger import Ledger, Refused, Rollback
 from esper.growth.lifecycle.slots import AnyBackend, SlotLifecycles
@@ -35,15 +46,18 @@ from esper.growth.lifecycle.stages import (
     GrowthState,
     Prune,
     Retarget,
+    Shrink,
     Stage,
     may_blend,
     may_fossilize,
     may_germinate,
     may_prune,
     may_retarget,
+    may_shrink,
 )
 from esper.growth.measure.contribution import confidence_of_look
 from esper.growth.measure.probe import Promises, capped
+from esper.growth.seeds.blueprints import get_blueprint, widened_by
 from esper.runs import Event
 
 
@@ -293,6 +307,7 @@ class HostGrowth(Generic[AnyBackend]):
         if scale is not None:
             self._set_scale(scale)
         self.promises: Promises = {}
+        self.measures_kept = False  # the contributions of kept seeds are measured at the end of this epoch
         self._events: deque[Event] = deque()  # events to deliver by `tell`, once all work of the epoch is done
 
     @property
@@ -355,11 +370,24 @@ class HostGrowth(Generic[AnyBackend]):
         for action in decision.actions:
             answer = ask_gate(self.lifecycles, action)
             if answer.passed:
-                carry_out(self.lifecycles, action, is_over=self.is_over)
+                self._carry_out(action)
             else:
                 self._refuse(action, answer.reason)
+        self.measures_kept = decision.measure_kept
         if decision.passed_over:
             self.emit(PassedOver(epoch=self.epoch, reasons={slot: dict(row) for slot, row in decision.passed_over.items()}))
+
+    def _carry_out(self, action: Action) -> None:
+        """Execute an action that has passed its gate, and emit the event of a host that becomes wider or smaller."""
+        backend = self.lifecycles.backends[action.slot]
+        if isinstance(action, Germinate) and (blueprint := get_blueprint(action.blueprint)).share is not None:
+            units = {one.name: one.added(blueprint.share) for one in widened_by(blueprint, backend.place_now())}
+            self.emit(Widened(epoch=self.epoch, slot=action.slot, blueprint=action.blueprint, units=units))
+        if isinstance(action, Shrink):
+            view = self.lifecycles.view(action.slot, {})
+            assert view.contribution is not None  # the gate has asked for it
+            self.emit(Shrunk.of(action.slot, view.cost, view.contribution.gain, view.rent, epoch=self.epoch))
+        carry_out(self.lifecycles, action, is_over=self.is_over)
 
     def _refuse(self, action: Action, reason: str) -> None:
         name = type(action).__name__.lower()
@@ -373,15 +401,16 @@ class HostGrowth(Generic[AnyBackend]):
     def on_trial(self) -> dict[str, float]:
         """Return the slots whose seeds' contributions are measured at the end of this epoch, with the confidence of each interval.
 
-        These are the seeds whose shortest probation is over by then. Each is measured again after every further epoch, up to the end of
-        the training, and the confidence accounts for all of these looks.
+        These are the seeds whose shortest probation is over by then, and kept seeds if the controller asked for them. Each is measured
+        again after every further epoch, up to the end of the training, and the confidence accounts for all of these looks.
         """
         least = self.config.lifecycle.holding_epochs
         later = None if self.epochs is None else max(self.epochs - self.epoch - 1, 0)  # looks after this one; None: unknown
         return {
             name: confidence_of_look(backend.life.looks + 1, None if later is None else backend.life.looks + 1 + later)
             for name, backend in self.lifecycles.backends.items()
-            if backend.life.stage is Stage.HOLDING and backend.life.epochs_in_stage + 1 >= least and not backend.life.is_withdrawing
+            if (backend.life.stage is Stage.HOLDING and backend.life.epochs_in_stage + 1 >= least and not backend.life.is_withdrawing)
+            or (backend.life.stage is Stage.FOSSILIZED and self.measures_kept)
         }
 
     def suspects(self) -> dict[str, int]:
@@ -506,6 +535,7 @@ class HostGrowth(Generic[AnyBackend]):
             "ledger": msgspec.to_builtins(self.ledger),
             "chronicle": self.history.state_dict(),  # "chronicle" is the name that History had in earlier versions
             "epoch": self.epoch,
+            "measures_kept": self.measures_kept,
             "promises": [[slot, blueprint, value] for (slot, blueprint), value in self.promises.items()],
             "scale": None if self.scale is None else [self.scale.uninformed, self.scale.range, self.scale.is_guess],
         }
@@ -517,6 +547,7 @@ class HostGrowth(Generic[AnyBackend]):
         self.lifecycles.epoch = state["epoch"]
         self.lifecycles.steps_per_epoch = self.history.length or 0
         self.promises = {(slot, blueprint): value for slot, blueprint, value in state["promises"]}
+        self.measures_kept = state.get("measures_kept", False)  # missing in files of earlier versions
         if state["scale"] is not None:
             self._set_scale(LossRange(*state["scale"]))
 
@@ -538,7 +569,11 @@ def ask_gate(lifecycles: SlotLifecycles[AnyBackend], action: Action) -> Answer:
             return may_fossilize(slot, rules, epoch=lifecycles.epoch)
         case Prune():
             return may_prune(slot)
-    raise GrowthError(f"{type(action).__name__} is not an action of a controller; use Germinate, Advance, Retarget, Fossilize or Prune")
+        case Shrink():
+            return may_shrink(slot, epoch=lifecycles.epoch, refusal=lifecycles.backends[action.slot].why_not_removed())
+    raise GrowthError(
+        f"{type(action).__name__} is not an action of a controller; use Germinate, Advance, Retarget, Fossilize, Prune or Shrink"
+    )
 
 
 def carry_out(lifecycles: SlotLifecycles[AnyBackend], action: Action, *, is_over: bool) -> None:
@@ -557,6 +592,8 @@ def carry_out(lifecycles: SlotLifecycles[AnyBackend], action: Action, *, is_over
             lifecycles.fossilize(action.slot, action.reason)
         case Prune():
             (lifecycles.prune if is_over else lifecycles.withdraw)(action.slot, action.reason)
+        case Shrink():
+            lifecycles.shrink(action.slot, action.reason)
 
 
 def check_can_grow(lifecycles: SlotLifecycles[AnyBackend]) -> None:

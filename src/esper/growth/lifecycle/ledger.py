@@ -50,6 +50,7 @@ class Entry(msgspec.Struct):
     rent: float = 0.0
     ended: int | None = None  # epochs finished when it was kept, pruned or rolled back
     brought_back: int = 0  # rollbacks that undid its removal
+    after: int | None = None  # number of the kept seed at the same place behind which it grew
 
     @property
     def why(self) -> str:

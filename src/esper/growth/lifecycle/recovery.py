@@ -37,7 +37,7 @@ from esper.growth.config import GrowthError
 from esper.growth.host.isolation import is_expanded
 from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.governor import Governor
-from esper.growth.lifecycle.slots import ModuleBackend, SlotLifecycles
+from esper.growth.lifecycle.slots import ModuleBackend, SlotLifecycles, first_slots
 from esper.growth.seeds.seed import nested
 from esper.runs.tensors import Tree
 
@@ -409,7 +409,7 @@ class Recovery:
             if (state[part] is None) != (mine is None):
                 had, has = ("no", "one") if state[part] is None else ("a", "none")
                 raise GrowthError(f"the saved run had {had} {part}, and this one has {has}; resume it as it was started")
-        if state["garden"].keys() != self.lifecycles.backends.keys():
+        if first_slots(state["garden"]) != first_slots(self.lifecycles.backends):
             raise GrowthError(
                 f"the saved run had the slots {', '.join(state['garden'])}, this one has {', '.join(self.lifecycles.backends)}; "
                 "resume it with the same slots"

@@ -33,8 +33,8 @@ from esper.growth.lifecycle.stages import (
     may_move,
 )
 from esper.growth.measure.contribution import Allowance, allowance, marginal_rent, total
-from esper.growth.seeds.blueprints import REGISTRY, Blueprint, blueprints_for, check_branch, cost_of, get_blueprint, is_built_in
-from esper.growth.seeds.seed import GATE_WIDTH, Blending, MakeOptimizer, Seed, SeedLearner, group_of
+from esper.growth.seeds.blueprints import REGISTRY, Blueprint, blueprints_for, check_branch, cost_of, get_blueprint, is_built_in, widened_by
+from esper.growth.seeds.seed import GATE_WIDTH, Blending, MakeOptimizer, SeedLearner, group_of
 from esper.rng import Streams
 
 Promised = Mapping[tuple[str, str], float]  # (slot, blueprint) -> fall of the loss per step, as estimated by the probe
@@ -46,9 +46,11 @@ def options_for(place: Place, config: GrowthConfig) -> tuple[Blueprint, ...]:
     """Return the blueprints that may grow in a place.
 
     There are none in a causal place, or where a seed must treat every position alone, if seeds blend by a gate: a gate reads all positions.
+    Units can be added only by the blending "add": otherwise they would not become a part of the layers.
     """
     is_closed = (place.is_causal or bool(place.alone)) and config.lifecycle.blending == "gate"
-    return () if is_closed else blueprints_for(place, config.blueprints)
+    found = () if is_closed else blueprints_for(place, config.blueprints)
+    return found if config.lifecycle.blending == "add" else tuple(blueprint for blueprint in found if blueprint.share is None)
 
 
 class SlotLifecycles(Generic[AnyBackend]):
@@ -69,7 +71,6 @@ class SlotLifecycles(Generic[AnyBackend]):
             name: options_for(backend.place, config) for name, backend in self.backends.items()
         }
         self._prices: dict[tuple[str, str], tuple[Blueprint, Cost]] = {}  # cache of `price`, by slot and blueprint
-        self._positions = {name: backend.place.positions for name, backend in self.backends.items()}
 
     # Moves
 
@@ -84,7 +85,18 @@ class SlotLifecycles(Generic[AnyBackend]):
         backend.life = Life(blueprint=blueprint, number=number, tried=backend.life.tried)
         cost = self.price(name, blueprint)
         self.ledger.entries.append(
-            Entry(number, name, blueprint, rules.raise_mode, self.epoch, reason, cost.parameters, cost.flops, steps=[])
+            Entry(
+                number,
+                name,
+                blueprint,
+                rules.raise_mode,
+                self.epoch,
+                reason,
+                cost.parameters,
+                cost.flops,
+                steps=[],
+                after=self._below(name),
+            )
         )
         # A seed leaves GERMINATED at once, because it learns from its first step on.
         self._enter(name, Stage.GERMINATED, reason)
@@ -92,6 +104,16 @@ class SlotLifecycles(Generic[AnyBackend]):
             self._enter(name, Stage.HOLDING, "it is the identity, so it learns with the host from the start")
         else:
             self._enter(name, Stage.TRAINING, "it learns in the shadow")
+
+    def _below(self, name: str) -> int | None:
+        """Return the number of the kept seed behind which the seed of a slot grows; None in the first slot at a place."""
+        place = self.backends[name].place
+        numbers = [
+            backend.life.number
+            for backend in self.backends.values()
+            if backend.place.module == place.module and backend.place.earlier == place.earlier - 1
+        ]
+        return numbers[0] if numbers else None
 
     def _warmup(self) -> int:
         """Return the number of steps over which the learning rate of a new seed rises.
@@ -117,6 +139,25 @@ class SlotLifecycles(Generic[AnyBackend]):
         self._enter(name, Stage.FOSSILIZED, reason)
         backend.keep()
         self._close(name, "kept")
+        self._prices.clear()  # the host may be wider now
+        if backend.place.earlier + 1 < self.config.budget.max_seeds_per_place:
+            self._open_again(name)
+
+    def _open_again(self, name: str) -> str | None:
+        """Open another slot at the place of a slot, and return its name; None if a place has only one slot."""
+        backend = self.backends[name].open_again()
+        if backend is None:
+            return None
+        behind = {key: self.backends.pop(key) for key in list(self.backends)[list(self.backends).index(name) + 1 :]}
+        self.backends |= {backend.place.name: backend, **behind}
+        self.options[backend.place.name] = self.options[name]
+        backend.set_loss_unit(self.unit)
+        return backend.place.name
+
+    def _shut(self, name: str) -> None:
+        """Remove a slot that was opened again."""
+        self.backends.pop(name).close()
+        del self.options[name]
 
     def withdraw(self, name: str, reason: str) -> None:
         """Prune a seed gradually: lower alpha to 0 first, so that the host adapts. Without anything to lower, prune it at once."""
@@ -140,6 +181,11 @@ class SlotLifecycles(Generic[AnyBackend]):
         backend.uproot()
         backend.life = Life(stage=Stage.PRUNED, blueprint=blueprint, tried=[*backend.life.tried, blueprint])
         self._embargo(name)
+
+    def shrink(self, name: str, reason: str) -> None:
+        """Remove a kept seed at once, with its weights, and put the slot under embargo."""
+        self.prune(name, reason)
+        self._prices.clear()  # the host may be less wide now
 
     def banish(self, name: str, number: int, reason: str) -> None:
         """After a rollback: prune seed `number`, which was connected when the disaster happened, and put its slot under embargo.
@@ -293,14 +339,15 @@ class SlotLifecycles(Generic[AnyBackend]):
     def cost(self, name: str) -> Cost:
         """Return the cost of the seed in a slot; 0 for an empty slot."""
         life = self.backends[name].life
-        return self.price(name, str(life.blueprint)) if life.stage in OCCUPIED else Cost(0, 0)
+        entry = self._entry(life)
+        return Cost(entry.parameters, entry.flops) if entry is not None and life.stage in OCCUPIED else Cost(0, 0)
 
     def price(self, name: str, blueprint: str) -> Cost:
         """Return the cost of a seed of this blueprint in a slot."""
         known = self._prices.get((name, blueprint))
         if known is None or known[0] is not REGISTRY.get(blueprint):  # a user may have registered another blueprint under this name
             current = get_blueprint(blueprint)
-            known = self._prices[name, blueprint] = current, self._compute_price(current, self.backends[name].place)
+            known = self._prices[name, blueprint] = current, self._compute_price(current, self.backends[name].place_now())
         return known[1]
 
     def _compute_price(self, blueprint: Blueprint, place: Place) -> Cost:
@@ -366,13 +413,15 @@ class SlotLifecycles(Generic[AnyBackend]):
 
     def _candidates(self, name: str, promises: Promised, added: Cost, allowed: Allowance) -> tuple[Candidate, ...]:
         """Return the blueprints that fit the slot and the rest of the budget."""
-        positions = self._positions[name]
+        positions = self.backends[name].place.positions
         found = []
         for blueprint in self.options[name]:
             cost = self.price(name, blueprint.name)
             if allowed.refusal(cost) is None:
                 rent = self.unit * marginal_rent(cost, added, self.host, self.config.rent)
-                found.append(Candidate(blueprint.name, cost, rent, promises.get((name, blueprint.name)), cost.parameters / positions))
+                wider = () if blueprint.share is None else tuple(units.name for units in widened_by(blueprint, self.backends[name].place))
+                promise, load = promises.get((name, blueprint.name)), cost.parameters / positions
+                found.append(Candidate(blueprint.name, cost, rent, promise, load, wider))
         return tuple(found)
 
     # State
@@ -382,10 +431,25 @@ class SlotLifecycles(Generic[AnyBackend]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore all slots: remove seeds that are younger than the state, and rebuild seeds that have been pruned since."""
+        self._prices.clear()
+        for name in [name for name in reversed(self.backends) if name not in state]:
+            self._shut(name)
+        for name in [name for name in state if name not in self.backends]:
+            module = name.rpartition("#")[0]
+            self._open_again(next(last for last, backend in reversed(self.backends.items()) if backend.place.module == module))
         for name, saved in state.items():
             backend, life = self.backends[name], msgspec.convert(saved["life"], Life)
             backend.load_seed_state(saved, life, self.config.lifecycle.blending)
             backend.life = life
+
+
+def first_slots(names: Collection[str]) -> list[str]:
+    """Return the names of the slots without those that were opened again behind a kept seed.
+
+    >>> first_slots(["layer1", "layer1#2", "a#2"])
+    ['layer1', 'a#2']
+    """
+    return [name for name in names if name.rpartition("#")[0] not in names]
 
 
 class ModuleBackend(SlotBackend):
@@ -417,7 +481,7 @@ class ModuleBackend(SlotBackend):
         # Check and build everything that may fail before the slot changes.
         if not is_built_in(get_blueprint(plan.blueprint)):
             check_branch(get_blueprint(plan.blueprint), self.place)
-        seed = Seed(self._slotted.place(self.place.name), plan.blueprint, random_seed=plan.random_seed, blending=plan.blending)
+        seed = self._slotted.new_seed(self.place.name, plan.blueprint, random_seed=plan.random_seed, blending=plan.blending)
         learner = self._make_learner(seed, warmup=plan.warmup)
         self.slot.plant(seed, connected=plan.is_connected)
         self.slot.alpha = plan.alpha
@@ -432,6 +496,18 @@ class ModuleBackend(SlotBackend):
 
     def keep(self) -> None:
         self.slot.is_kept = True
+
+    def place_now(self) -> Place:
+        return self._slotted.place(self.place.name)
+
+    def why_not_removed(self) -> str:
+        return self._slotted.reader_of(self.place.name)
+
+    def open_again(self) -> ModuleBackend:
+        return ModuleBackend(self._slotted.open_again(self.place.name), self._slotted, self._optimizer, self._config, self._make)
+
+    def close(self) -> None:
+        self._slotted.close(self.place.name)
 
     def set_loss_unit(self, unit: float) -> None:
         super().set_loss_unit(unit)
@@ -455,8 +531,7 @@ class ModuleBackend(SlotBackend):
             return
         # Build a new seed unless the slot still holds the same one. The weights are loaded below.
         if self.life.number != life.number or self.slot.seed is None:
-            assert life.blueprint is not None
-            seed = Seed(self._slotted.place(self.place.name), life.blueprint, random_seed=0, blending=blending)
+            seed = self._slotted.rebuilt_seed(self.place.name, state["seed"])
             self.slot.plant(seed)
             self.learner = self._make_learner(seed)
         assert self.slot.seed is not None
@@ -469,7 +544,7 @@ class ModuleBackend(SlotBackend):
 
     def _make_learner(self, seed: nn.Module, *, warmup: int = 0) -> SeedLearner:
         """Build a learner with the settings of the optimiser's group that holds the parameters of the slot's submodule."""
-        group = group_of(self._optimizer, self._slotted.host.get_submodule(self.place.name), self._slotted.host)
+        group = group_of(self._optimizer, self._slotted.host.get_submodule(self.place.module), self._slotted.host)
         learner = SeedLearner(seed, self._optimizer, group, self._config, self._make, warmup=warmup)
         learner.loss_unit = self.loss_unit
         return learner

@@ -56,7 +56,7 @@ MOVES: dict[Stage, frozenset[Stage]] = {
     Stage.TRAINING: frozenset({Stage.BLENDING, Stage.PRUNED}),
     Stage.BLENDING: frozenset({Stage.HOLDING, Stage.PRUNED}),
     Stage.HOLDING: frozenset({Stage.BLENDING, Stage.FOSSILIZED, Stage.PRUNED}),
-    Stage.FOSSILIZED: frozenset(),
+    Stage.FOSSILIZED: frozenset({Stage.PRUNED}),  # only by `Shrink`
     Stage.PRUNED: frozenset({Stage.EMBARGOED}),
     Stage.EMBARGOED: frozenset({Stage.DORMANT}),
 }
@@ -82,6 +82,7 @@ class Candidate:
     rent: float  # in the unit of the loss, in addition to that of the seeds already in the host
     promise: float | None = None  # initial fall of the loss per step, estimated by the probe; None: not probed
     load: float = 0.0  # weights / positions that share them
+    widened: tuple[str, ...] = ()  # layers that get new units; none if it grows in depth
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +196,18 @@ class Prune(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class Shrink(Action):
+    """Remove a fossilized seed whose contribution no longer pays its rent. It must have been measured, see `Decision.measure_kept`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """Output of a controller."""
 
     actions: tuple[Action, ...] = ()  # at most one per slot
     reason: str = ""  # why nothing is done, or the common purpose of the actions
     probe: bool = False  # probe all candidates during the next epoch
+    measure_kept: bool = False  # measure the contributions of fossilized seeds too at the end of the next epoch
     passed_over: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # slot -> blueprint -> why it does not grow, after a probe
 
 
@@ -293,6 +300,17 @@ def may_prune(slot: SlotState) -> Answer:
     if slot.prune_embargo:
         return _refuse(f"the governor brought the seed back after its removal; it may be pruned in {slot.prune_embargo} epochs")
     return Answer(True, "it is not part of the host yet")
+
+
+def may_shrink(slot: SlotState, *, epoch: int, refusal: str) -> Answer:
+    """Check that the slot holds a kept seed whose contribution, measured in this epoch, is below its rent with its whole interval."""
+    if slot.stage is not Stage.FOSSILIZED:
+        return _refuse(f"only a fossilized seed can be removed so, and this slot is {slot.stage.name}; prune a seed that is not kept")
+    if slot.contribution is None or slot.contribution.epoch != epoch:
+        return _refuse("its contribution has not been measured in this epoch")
+    if slot.contribution.gain.high >= slot.rent:
+        return _refuse(f"{slot.contribution.in_words()}, and its rent is {figure(slot.rent)}")
+    return _refuse(refusal) if refusal else Answer(True, slot.contribution.in_words())
 
 
 def may_retarget(slot: SlotState, alpha: float) -> Answer:

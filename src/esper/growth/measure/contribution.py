@@ -139,7 +139,8 @@ class Measurement:
     @contextmanager
     def _all_on(self, evaluate: Evaluate, names: Sequence[str]) -> Iterator[Losses]:
         """Evaluate with all seeds on and record the outputs before these slots. They can be replayed inside the context."""
-        replays = [self._replay(name) for name in names if name not in self._distrusted]
+        modules = dict.fromkeys(self.slotted.slot(name).begins_at for name in names)
+        replays = [self._replay(module) for module in modules if module not in self._distrusted]
         try:
             with modes_kept(self.slotted):
                 with ExitStack() as stack:
@@ -151,14 +152,15 @@ class Measurement:
             for replay in replays:
                 replay.clear()
 
-    def _replay(self, name: str) -> PrefixCache:
-        if name not in self._replays:
-            self._replays[name] = PrefixCache(self.slotted.model, self.slotted.discovery.calls, name)
-        return self._replays[name]
+    def _replay(self, module: str) -> PrefixCache:
+        if module not in self._replays:
+            self._replays[module] = PrefixCache(self.slotted.model, self.slotted.discovery.calls, module)
+        return self._replays[module]
 
     def _without(self, evaluate: Evaluate, off: Collection[str], with_all: Losses) -> Losses:
-        """Return the losses with these seeds off. Replay the layers before the first of their slots where that is exact."""
-        first = next(name for name in self.slotted.slots if name in off)
+        """Return the losses with these seeds off. Replay the layers before the first that one of them changes, where that is exact."""
+        ends = {call.name: call.end for call in self.slotted.discovery.calls}
+        first = min((self.slotted.slot(name).begins_at for name in off), key=ends.__getitem__)
         with ExitStack() as stack:
             if self._can_trust(evaluate, first, with_all):
                 stack.enter_context(self._replays[first].replaying())
@@ -168,7 +170,7 @@ class Measurement:
         return losses
 
     def _can_trust(self, evaluate: Evaluate, name: str, with_all: Losses) -> bool:
-        """Return whether the layers before a slot may be replayed. The first time, evaluate a replay with all seeds on and compare it."""
+        """Return whether the layers before a submodule may be replayed. The first time, compare a replay with all seeds on."""
         replay = self._replays.get(name)
         is_unusable = name in self._distrusted or replay is None or not replay.is_usable or not replay.nbytes
         if self._group.world_size > 1:
@@ -309,7 +311,8 @@ def total(costs: Iterable[Cost]) -> Cost:
 
 def rent_of(added: Cost, host: Cost, rent: RentConfig) -> float:
     """Return the rent of everything that was added to a host."""
-    return rent.parameters * math.log1p(added.parameters / max(host.parameters, 1)) + rent.flops * added.flops / max(host.flops, 1)
+    parameters, flops = added.parameters / max(host.parameters, 1), added.flops / max(host.flops, 1)
+    return rent.parameters * math.log1p(parameters) + rent.flops * math.log1p(flops)
 
 
 def marginal_rent(seed: Cost, others: Cost, host: Cost, rent: RentConfig) -> float:

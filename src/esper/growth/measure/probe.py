@@ -10,6 +10,9 @@ user's own training steps, without changing them, and computes this product for 
     D        movement of W in one step of a seed's own optimiser whose gradients are all G, clipped like those of seeds
     promise  −⟨G, D⟩: the estimated fall of the loss in one step, to first order
 
+Width. The gradient of a width candidate needs the inputs of several layers, so the candidate itself takes part in the user's steps: its
+new units are in the host's tensors, and `back`, which reads them, is zero. So the steps do not change, and `back` gets its gradient.
+
 Step of the optimiser. D is observed, not derived: an optimiser of the seed's kind makes some steps along G, and the last one counts. The
 same rule therefore gives learning rate · ‖G‖² for SGD, ten times that for a momentum of 0.9, learning rate · ‖G‖₁ for Adam, and the right
 value for any other optimiser. W is zero before every such step, so weight decay has no effect. The layers before W are left out, because
@@ -37,6 +40,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -48,10 +52,12 @@ from esper.growth.lifecycle.slots import ModuleBackend, SlotLifecycles
 from esper.growth.lifecycle.stages import Cost, Stage
 from esper.growth.seeds.blueprints import build_branch, cost_of, get_blueprint, live_parameters
 from esper.growth.seeds.seed import MakeOptimizer, SeedLearner, group_of
+from esper.growth.seeds.width import WidthSeed
 
 STEPS_ALONG = 32  # optimiser steps along the same gradient; a momentum of 0.9 is then within 4 % of its limit
 LEAST_ANSWERS = 2  # least number of steps per candidate; with one, signal and noise cannot be separated
 LEAST_PARAMETERS = 2**20  # a portion may have this many parameters (4 MB) even if the host is smaller
+CANDIDATES = 2**20  # added to the order of width candidates: their units come behind those of all seeds
 Key = tuple[str, str]  # slot, blueprint
 Promises = dict[Key, float]  # estimated fall of the loss per step
 MakeLearner = Callable[[str, nn.Module], SeedLearner]  # (slot, weights) -> learner as a seed in that slot would have
@@ -117,8 +123,8 @@ def flops_of_asking(flops: int) -> int:
 class _Trial:
     """A candidate under evaluation, with sums over the steps so far."""
 
-    branch: nn.Module
-    live: list[nn.Parameter]  # parameters of the zeroed layer, the only ones with a gradient
+    branch: nn.Module  # of a width candidate, the whole seed
+    live: list[nn.Parameter]  # parameters of the zeroed layers, the only ones with a gradient
     sums: list[Tensor] = field(default_factory=list)  # Σ gradient, one tensor per live parameter
     squares: Tensor | None = None  # Σ‖gradient‖²
     steps: Tensor | None = None  # number of steps with a finite gradient, on the device
@@ -143,7 +149,7 @@ class Probe:
     ) -> None:
         self._slotted, self._host, self._make_learner = slotted, host, make_learner
         self._random_seed, self._probe_steps = random_seed, probe_steps
-        self._costs = {key: cost_of(get_blueprint(key[1]), slotted.slot(key[0]).place) for key in candidates}
+        self._costs = {key: cost_of(get_blueprint(key[1]), slotted.place(key[0])) for key in candidates}
         self._portions: list[Portion] | None = None  # None: not planned yet
         self._length: int | None = None  # length of the epoch that they were planned for
         self._number = 0  # index of the current portion
@@ -151,6 +157,8 @@ class Probe:
         self._trials: dict[Key, _Trial] = {}  # candidates of the current portion
         self._falls: dict[Key, Tensor] = {}  # results of finished portions, at a learning rate of 1
         self._caught: dict[str, list[_Caught]] = {}  # by slot
+        self._counted: str | None = None  # slot at which samples are counted for the width candidates of the present portion
+        self._samples = 0  # counted since the last step
         self.is_watching = False
         self.is_paused = False  # forward passes are not captured, because they are not part of the user's training
         self.flops = 0  # spent since the caller last set it to 0
@@ -181,14 +189,34 @@ class Probe:
         """Start to capture h and g in the forward and backward passes, in the slots of the current portion."""
         self.is_watching = True
         assert self._portion is not None
-        asked = {slot for slot, _ in self._portion.candidates}
+        # Seeds of width candidates take part; for the others, h and g are captured.
+        for key in self._portion.candidates:
+            if _is_wide(key) and key not in self._trials:
+                self._trials[key] = self._build_trial(key)
+        self._connect(True)
+        asked = {key[0] for key in self._portion.candidates if not _is_wide(key)}
+        self._counted = next((key[0] for key in self._portion.candidates if _is_wide(key)), None)
         for name in {slot for slot, _ in self._costs}:
-            self._slotted.slot(name).observe(self._catch if name in asked else None)
+            self._slotted.slot(name).observe(self._catch if name in asked else self._count if name == self._counted else None)
+
+    def _connect(self, is_connected: bool) -> None:
+        """Let the width candidates of the portion take part in the forward passes, or not."""
+        for key, trial in self._trials.items():
+            if isinstance(trial.branch, WidthSeed):
+                trial.branch.connect(self._slotted.wide, is_connected and self._portion is not None and key in self._portion.candidates)
+
+    def _count(self, slot: Slot, output: Tensor) -> Tensor:
+        """Count the samples of a forward pass."""
+        if not self.is_paused and torch.is_grad_enabled():
+            self._samples += output.shape[slot.place.batch_axis]
+        return output
 
     def stop(self) -> None:
         """Stop capturing; keep the results so far."""
         self.is_watching = False
         self._caught.clear()
+        self._drop_gradients()
+        self._connect(False)
         for name in {slot for slot, _ in self._costs}:
             self._slotted.slot(name).observe(None)
 
@@ -196,15 +224,17 @@ class Probe:
         """Store the output at a slot, and register a hook that stores its gradient. Called by the slot in every forward pass."""
         if self.is_paused or not torch.is_grad_enabled():
             return output
+        if slot.place.name == self._counted:
+            self._count(slot, output)
         if not output.requires_grad:  # everything before the slot is frozen
             output = output.detach().requires_grad_().clone()  # cloned, because a leaf cannot be changed in place
         elif output._is_view():
             output = output.clone()  # a view that is changed in place loses its hooks
-        caught = _Caught(output.detach().clone())  # cloned, because the next layer may change it in place
+        caught = _Caught(slot.place.own_units(output).detach().clone())  # cloned, because the next layer may change it in place
         self._caught.setdefault(slot.place.name, []).append(caught)
 
         def take(gradient: Tensor) -> None:
-            caught.g = gradient.detach()
+            caught.g = slot.place.own_units(gradient).detach()
 
         output.register_hook(take)  # type: ignore[no-untyped-call]
         return output
@@ -212,10 +242,19 @@ class Probe:
     @property
     def has_caught(self) -> bool:
         """Whether there are captured gradients that no optimiser step has used yet."""
-        return any(caught.g is not None for some in self._caught.values() for caught in some)
+        is_caught = any(caught.g is not None for some in self._caught.values() for caught in some)
+        return is_caught or any(
+            parameter.grad is not None for key, trial in self._trials.items() if _is_wide(key) for parameter in trial.live
+        )
+
+    def _drop_gradients(self) -> None:
+        for trial in self._trials.values():
+            for parameter in trial.live:
+                parameter.grad = None
 
     def drop(self) -> None:
         """Discard the captured gradients, but keep forward passes whose backward pass is still to come."""
+        self._drop_gradients()
         self._caught = {name: [caught for caught in some if caught.g is None] for name, some in self._caught.items()}
 
     def ask(self, *, scale: Tensor | None = None) -> None:
@@ -223,10 +262,14 @@ class Probe:
         portion = self._portion
         assert portion is not None
         for key in portion.candidates:
+            if _is_wide(key):
+                self._add_own_gradient(key, scale)
+                continue
             seen = [caught for caught in self._caught.get(key[0], ()) if caught.g is not None]
             if seen:
                 self._add_gradient(key, seen, scale)
         self._caught.clear()
+        self._samples = 0
         self._steps += 1
         if self._steps >= portion.steps:
             self._close()
@@ -248,6 +291,25 @@ class Probe:
                 if gradient is not None:
                     part += gradient
             self.flops += len(caught.h) * flops_of_asking(self._costs[key].flops)
+        self._add_to_sums(trial, total)
+
+    def _add_own_gradient(self, key: Key, scale: Tensor | None) -> None:
+        """Add the gradient that a width candidate has got in the user's backward passes of this step to its sums."""
+        trial = self._trials[key]
+        gradients = [parameter.grad for parameter in trial.live]
+        if all(gradient is None for gradient in gradients):
+            return
+        total = [
+            _zeros_like(parameter) if gradient is None else unscaled(gradient, scale).to(_zeros_like(parameter).dtype)
+            for parameter, gradient in zip(trial.live, gradients, strict=True)
+        ]
+        for parameter in trial.live:
+            parameter.grad = None
+        self.flops += self._samples * flops_of_asking(self._costs[key].flops)
+        self._add_to_sums(trial, total)
+
+    def _add_to_sums(self, trial: _Trial, total: list[Tensor]) -> None:
+        """Add the gradient of one step to the sums of a candidate."""
         # A step whose gradient is not finite (an overflow under a loss scale) does not count. The device decides that; nothing is read.
         square = squared_norm(total)
         counts = torch.isfinite(square)
@@ -260,11 +322,22 @@ class Probe:
     def _build_trial(self, key: Key) -> _Trial:
         """Build the branch of a candidate and find its live parameters."""
         blueprint, place = get_blueprint(key[1]), self._slotted.place(key[0])
+        if blueprint.share is not None:
+            seed = self._slotted.new_seed(*key, random_seed=self._random_seed)
+            assert isinstance(seed, WidthSeed)
+            seed.alpha.fill_(1.0)
+            seed.is_candidate = True
+            seed.spec = msgspec.structs.replace(seed.spec, order=seed.spec.order + CANDIDATES)
+            live = [parameter for part in seed.parts if part.back is not None for parameter in part.back.parameters()]
+            for parameter in seed.parameters():
+                parameter.requires_grad_(any(parameter is own for own in live))
+            return _Trial(seed, live)
         branch = build_branch(blueprint, place, seed=self._random_seed)
         return _Trial(branch, [branch.get_parameter(name) for name in live_parameters(blueprint, place, branch)])
 
     def _close(self) -> None:
         """Compute the results of the current portion, delete its branches, and move on to the next portion."""
+        self._connect(False)
         trials, self._trials = self._trials, {}
         for key in list(trials):
             fall = _fall(trials.pop(key), key[0], self._make_learner)
@@ -303,6 +376,10 @@ class Probe:
             device = trial.live[0].device
             trial.sums = [part.to(device) for part in answer["sums"]]
             trial.squares, trial.steps = (None if part is None else part.to(device) for part in (answer["squares"], answer["steps"]))
+
+
+def _is_wide(key: Key) -> bool:
+    return get_blueprint(key[1]).share is not None
 
 
 # From gradients to estimates
@@ -485,7 +562,7 @@ class ProbeRunner:
         return probe.promises({name: factor * float(groups[self._group(name)]["lr"]) for name in self.lifecycles.backends})
 
     def _group(self, slot: str) -> int:
-        return group_of(self.optimizer, self.slotted.host.get_submodule(slot), self.slotted.host)
+        return group_of(self.optimizer, self.slotted.host.get_submodule(self.slotted.slot(slot).place.module), self.slotted.host)
 
     def _make_learner(self, slot: str, weights: nn.Module) -> SeedLearner:
         learner = SeedLearner(weights, self.optimizer, self._group(slot), self.lifecycles.config.seed_optimizer, self.make)

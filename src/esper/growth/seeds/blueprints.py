@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
 from esper.growth.config import GrowthError
-from esper.growth.host.layout import CPU, Kind, Place
+from esper.growth.host.layout import CPU, Kind, Place, Units
 from esper.growth.lifecycle.stages import Cost
 from esper.growth.seeds import branches
 from esper.text_table import did_you_mean
@@ -51,6 +51,8 @@ class Blueprint:
     build: Build  # builds a branch on the current default device, in float32
     description: str  # one line for the user
     fits: Callable[[Place], bool] = _anywhere  # called only with places of its kinds
+    share: float | None = None  # of a width blueprint: new units as a share of the present ones; it has no branch
+    is_chain: bool = False  # a width blueprint that also widens the units in a row behind the place
 
 
 AHEAD = "it would look ahead, but a position there depends only on those before it"
@@ -80,6 +82,15 @@ def register_blueprint(
     return register
 
 
+def _no_branch(place: Place) -> nn.Module:
+    raise AssertionError("a width seed has no branch")
+
+
+def widened_by(blueprint: Blueprint, place: Place) -> tuple[Units, ...]:
+    """Return the units that a width blueprint widens in a place."""
+    return place.chain if blueprint.is_chain else place.chain[:1]
+
+
 def get_blueprint(name: str) -> Blueprint:
     """Return the blueprint of this name. Raise a GrowthError that lists all blueprints if there is none."""
     if name not in REGISTRY:
@@ -105,11 +116,15 @@ def blueprints_of(kind: Kind) -> tuple[Blueprint, ...]:
 
 def is_built_in(blueprint: Blueprint) -> bool:
     """Return whether it is one of Esper's own blueprints, which need no `check_branch`, and not a replacement of one."""
-    return blueprint.build.__module__ == branches.__name__
+    return blueprint.share is not None or blueprint.build.__module__ == branches.__name__
 
 
 def reason_against(blueprint: Blueprint, place: Place) -> str | None:
     """Return why the blueprint cannot grow in the place, or None if it can."""
+    if blueprint.share is not None:
+        if not place.chain:
+            return place.why_not_wider or "its units were not looked at"
+        return "there are no layers in a row" if blueprint.is_chain and len(place.chain) < 2 else None
     if place.kind not in blueprint.kinds:
         return f"it is made for {' and '.join(sorted(blueprint.kinds))} outputs"
     # Ask again without the place's restrictions to find the one that is the reason.
@@ -150,7 +165,27 @@ def build_branch(blueprint: Blueprint, place: Place, seed: int) -> nn.Module:
 
 def cost_of(blueprint: Blueprint, place: Place) -> Cost:
     """Count the parameters, and the FLOPs of a forward pass for one sample. Torch counts only matrix products, so norms are free."""
+    if blueprint.share is not None:
+        chain = widened_by(blueprint, place)
+        return widening_cost(chain, [units.added(blueprint.share) for units in chain])
     return _cost(blueprint, _cache_key(place))
+
+
+def widening_cost(chain: Sequence[Units], added: Sequence[int]) -> Cost:
+    """Return the cost of `added[i]` new units for `chain[i]`, with the blocks from new units to new units."""
+    parts: list[tuple[int, int]] = []  # parameters and FLOPs
+    read: dict[str, int] = {}  # layer -> new inputs that it reads so far
+    for units, count in zip(chain, added, strict=True):
+        sizes = dict(units.sizes)
+        for name in units.producers:
+            size = sizes[name]
+            parts += [size.cost(size.inputs + read.get(name, 0), count), (count if size.has_bias else 0, 0)]
+        parameters, flops = units.own_cost
+        parts.append((count * parameters // units.width, count * flops // units.width))
+        for reader in units.readers:
+            read[reader.name] = count * reader.features
+            parts.append(sizes[reader.name].cost(read[reader.name], sizes[reader.name].outputs))
+    return Cost(*map(sum, zip(*parts, strict=True)))
 
 
 @cache
@@ -360,6 +395,10 @@ def _register_built_in() -> None:
     register_blueprint("low_rank", kinds=features)(branches.low_rank)
     register_blueprint("mlp", kinds=features)(branches.mlp)
     register_blueprint("attention", kinds=["token"], fits=branches.can_attend)(branches.attention)
+    for percent in (25, 50, 100):
+        for suffix, is_chain, where in (("", False, "here"), ("_chain", True, "here and in all layers in a row behind")):
+            name, description = f"widen_{percent}{suffix}", f"{percent} % more units {where}."
+            REGISTRY[name] = Blueprint(name, frozenset(KINDS), _no_branch, description, share=percent / 100, is_chain=is_chain)
 
 
 _register_built_in()

@@ -24,7 +24,7 @@ Shapes: h and delta are [B, *place.shape].
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -49,6 +49,17 @@ GATE_WIDTH = 8
 SPEC_KEYS = ("use_esper_load", "spec")
 
 
+class WidePlan(msgspec.Struct, frozen=True):
+    """Part of a width seed in one module of the host: how many inputs and outputs it adds there. See `esper.growth.seeds.width`."""
+
+    module: str
+    inputs: int  # new input features; 0 for a producer
+    outputs: int  # new outputs; 0 for a reader
+    seen_inputs: int = 0  # inputs that seeds which were kept before have added to the module
+    seen_outputs: int = 0  # outputs that they have added
+    axis: int | None = None  # dimension of the units, for a module that does not determine it
+
+
 class SeedSpec(msgspec.Struct, frozen=True):
     """Everything that is needed to build a seed again. A state dict holds it as a tensor beside the seed's weights."""
 
@@ -59,6 +70,8 @@ class SeedSpec(msgspec.Struct, frozen=True):
     blending: Blending
     batch_axis: int = 0  # 1 in a sequence [T, B, D]
     levels_up: int = 0  # from the module that the seed is registered in to the module whose output it changes
+    wide: tuple[WidePlan, ...] = ()  # of a width seed: its parts, in the order in which the modules run
+    order: int = 0  # of a width seed: its units come behind those of the seeds with a smaller number
 
     def builds_same(self, other: SeedSpec) -> bool:
         """Return whether both specs describe the same seed, apart from the module it is registered in."""
@@ -105,8 +118,16 @@ class Seed(nn.Module):
         """Return h + alpha·delta(h)."""
         if h.is_nested:  # sequences without padding, which torch's transformer encoder passes on in eval mode
             return torch.nested.as_nested_tensor([self.grown(sequence.unsqueeze(0)).squeeze(0) for sequence in h.unbind()])
+        # If width seeds have widened the output, only the host's own units go through this seed.
+        axis, width = (1, self.spec.shape[0]) if self.spec.kind == "conv" else (-1, self.spec.shape[-1])
+        if h.shape[axis] > width:
+            own, new = torch.split(h, [width, h.shape[axis] - width], axis)
+            return torch.cat([self.grown(own.clone(memory_format=torch.preserve_format)), new], axis)
         # Autocast computes norms in float32. Convert back, so that the precision of the host does not change.
         return h + (self.alpha * self.delta(h)).to(h.dtype)
+
+    def connect(self, patches: Mapping[str, Any], is_connected: bool) -> None:
+        """Tell the seed that its slot is connected or not. Only a width seed acts on it: it is not applied by the slot."""
 
     def forward(self, h: Tensor) -> Tensor:
         # A host that runs all of its children in turn, as nn.Sequential does, also runs a baked seed. That must change nothing, because the

@@ -17,9 +17,11 @@ from torch import Tensor
 from esper.growth.config import GrowthError
 from esper.growth.host.isolation import Isolation
 from esper.growth.host.prefix_cache import PrefixCache, PrefixCacheMismatch
+from esper.growth.host.slots import Slot
 from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.slots import ModuleBackend
 from esper.growth.lifecycle.stages import Cost
+from esper.growth.seeds.width import WidthSeed
 from esper.parallel import Group
 
 Closure = Callable[[], Tensor]  # computes the loss of the last batch again
@@ -32,16 +34,18 @@ class Shadow:
         self.slotted, self.alpha = slotted, alpha
         self._isolation = Isolation(slotted.model)
         self._replay: PrefixCache | None = None  # of the part of the host before `_replayed_slot`
-        self._replayed_slot = ""  # the first slot with a seed in the shadow
+        self._replayed_slot = ""  # the first module that a seed in the shadow changes
         self._can_replay = True  # False once a closure has called the model in another way than the training step did
         self._is_due = False  # the next forward pass is to be recorded
+        self._recorded_beside: list[WidthSeed] = []  # width seeds that were connected in the recorded pass
 
     def prepare(self, backends: Sequence[ModuleBackend]) -> None:
         """Record the user's next forward pass if there are seeds in the shadow."""
         first = self._first(backends)
         self._is_due = first is not None and self._can_replay
-        if first is not None and self._replayed_slot != first:
-            self._replay, self._replayed_slot = PrefixCache(self.slotted.model, self.slotted.discovery.calls, first), first
+        if first is not None and self._replayed_slot != first.begins_at:
+            self._replayed_slot = first.begins_at
+            self._replay = PrefixCache(self.slotted.model, self.slotted.discovery.calls, first.begins_at)
         elif self._replay is not None:
             self._replay.clear()
 
@@ -52,6 +56,7 @@ class Shadow:
             yield
             return
         self._is_due = False  # forward passes inside this one are a part of it
+        self._recorded_beside = self.slotted.wide_seeds()
         try:
             with self._replay.recording(keep_last=True):
                 yield
@@ -73,9 +78,11 @@ class Shadow:
         with ExitStack() as stack:
             stack.enter_context(self._isolation.guard(apart_from=seeds))
             stack.enter_context(torch.enable_grad())
+            # The recording holds the units of the seeds that were connected then; with others, the whole pass is computed.
+            can_replay = self._recorded_beside == self.slotted.wide_seeds()
             for backend in backends:
                 stack.enter_context(backend.slot.held_at(self.alpha))
-            loss = self._loss(closure)
+            loss = self._loss(closure, can_replay=can_replay)
             scaled = loss if scale is None else loss * scale.to(loss.device, non_blocking=True)
             gradients = torch.autograd.grad(scaled, parameters, allow_unused=True)
         # Step each seed's own optimiser.
@@ -86,9 +93,9 @@ class Shadow:
                 backend.learner.step(scale=scale, group=group)
                 backend.learner.zero_grad()
 
-    def _loss(self, closure: Closure) -> Tensor:
+    def _loss(self, closure: Closure, *, can_replay: bool) -> Tensor:
         """Return the loss of the second pass, replayed if possible. Raise GrowthError unless it is one number with a gradient."""
-        loss = self._replayed_loss(closure)
+        loss = self._replayed_loss(closure) if can_replay else None
         loss = closure() if loss is None else loss
         if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
             raise GrowthError(
@@ -113,15 +120,15 @@ class Shadow:
         first = self._first(backends)
         if first is None:
             return 0
-        behind = self.slotted.discovery.places[first].flops_behind
+        behind = self.slotted.discovery.places[first.begins_at].flops_behind
         is_replayed = self._replay is not None and self._can_replay and self._replay.nbytes > 0
         before = 0 if is_replayed else self.slotted.discovery.host.flops - behind
         return before + 2 * behind + 3 * sum(cost.flops for cost in costs)
 
-    def _first(self, backends: Sequence[ModuleBackend]) -> str | None:
-        """Return the name of the slot that runs first; None if there are no backends."""
-        names = {backend.slot.place.name for backend in backends}
-        return next((name for name in self.slotted.slots if name in names), None)
+    def _first(self, backends: Sequence[ModuleBackend]) -> Slot | None:
+        """Return the slot whose seed acts first in a forward pass; None if there are no backends."""
+        ends = {call.name: call.end for call in self.slotted.discovery.calls}
+        return min((backend.slot for backend in backends), key=lambda slot: ends[slot.begins_at], default=None)
 
     def state_dict(self) -> dict[str, Any]:
         return {"can_replay": self._can_replay}

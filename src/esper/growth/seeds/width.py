@@ -1,0 +1,456 @@
+"""Width seeds: new units beside those of the host, with the blocks of weights that connect them; and folding them into the host's layers.
+
+A layer that reads k new inputs and makes k' new outputs beside its own is the wider layer, block by block:
+
+    host outputs   W·x_host  +  alpha · back·x_new          `back` is zero at birth, so a new seed changes nothing
+    new outputs    new·x_host  +  inner·x_new               `inner` exists if the seed widens two or more sets of units in a row
+
+A seed treats the units of seeds that were kept before it as those of the host: it reads them, and they read it.
+
+Modules between layers with weights or statistics for each unit, such as batch norms, get a copy for the new units. All of them are in
+`WidePart`s, one for each module of the host that a seed touches. `WidePatch` is the forward of such a module: it takes the wide tensor
+apart, and puts the wide result together. So everything that the host computes between its layers is computed for the new units by the
+host's own code. Tensors are [host's units, units of the first seed, units of the second, ...].
+
+`fold` turns the blocks into rows and columns of the host's own weights. Then nothing of the seed is left but a wider layer.
+
+Shapes: k = new units of one seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from esper.growth.host.layout import Place, Through, Units
+from esper.growth.host.slots import ForwardPatch, keep_running
+from esper.growth.host.units import Layer, axis_of, layer_of, part_of
+from esper.growth.seeds.blueprints import get_blueprint, widened_by
+from esper.growth.seeds.seed import Blending, Seed, SeedSpec, WidePlan
+
+Kept = Mapping[str, tuple[int, int]]  # module -> inputs and outputs that kept seeds have added to it
+
+
+def make_seed(
+    place: Place,
+    blueprint: str,
+    modules: Mapping[str, nn.Module],
+    kept: Kept,
+    *,
+    random_seed: int,
+    blending: Blending = "add",
+    order: int = 0,
+) -> Seed:
+    """Build a seed of any blueprint for a place. `modules` are those of the host, by name; only a width seed needs them."""
+    share = get_blueprint(blueprint).share
+    if share is None:
+        return Seed(place, blueprint, random_seed=random_seed, blending=blending)
+    chain = widened_by(get_blueprint(blueprint), place)
+    plan = plan_of(chain, [units.added(share) for units in chain], kept)
+    return WidthSeed(place, blueprint, modules, plan, random_seed=random_seed, blending=blending, order=order)
+
+
+def plan_of(chain: Sequence[Units], added: Sequence[int], kept: Kept | None = None) -> tuple[WidePlan, ...]:
+    """Return the parts of a seed that adds `added[i]` units to `chain[i]`. Neighbours share a layer, which reads one and makes the next."""
+    inputs, outputs, axes = dict[str, int](), dict[str, int](), dict[str, int | None]()
+    for units, count in zip(chain, added, strict=True):
+        outputs |= dict.fromkeys(units.producers, count)
+        inputs |= {reader.name: reader.features * count for reader in units.readers}
+        for name in units.own:
+            how = dict(units.through).get(name, Through())
+            inputs[name] = outputs[name] = count * how.features
+            axes[name] = how.axis
+    order = list(
+        dict.fromkeys(name for units in chain for name in (*units.producers, *units.own, *(reader.name for reader in units.readers)))
+    )
+    seen = kept or {}
+    return tuple(WidePlan(name, inputs.get(name, 0), outputs.get(name, 0), *seen.get(name, (0, 0)), axes.get(name)) for name in order)
+
+
+class WidePart(nn.Module):
+    """The weights of a width seed in one module of the host.
+
+    A layer has `new` if the seed makes units there, `back` if the host's outputs read the seed's units, and `inner` if both. Another module
+    has `own`: a copy of it for the new units.
+    """
+
+    def __init__(self, module: nn.Module, plan: WidePlan) -> None:
+        super().__init__()
+        self.new: Layer | None = None
+        self.back: Layer | None = None
+        self.inner: Layer | None = None
+        self.own: nn.Module | None = None
+        if part_of(module) == "own":
+            self.own = _own(module, plan.inputs)
+            return
+        layer = layer_of(module)
+        outputs, inputs = layer.weight.shape[0] + plan.seen_outputs, layer.weight.shape[1] + plan.seen_inputs
+        if plan.outputs:
+            self.new = _layer(layer, inputs, plan.outputs, bias=layer.bias is not None, fan=inputs + plan.inputs)
+        if plan.inputs:
+            self.back = _layer(layer, plan.inputs, outputs, bias=False, fan=0)
+        if plan.inputs and plan.outputs:
+            self.inner = _layer(layer, plan.inputs, plan.outputs, bias=False, fan=inputs + plan.inputs)
+
+
+def _layer(like: Layer, inputs: int, outputs: int, *, bias: bool, fan: int) -> Layer:
+    """Return a layer of the same kind with other sizes. Its weights are drawn as torch draws them for `fan` inputs, or zero."""
+    options: dict[str, Any] = {"bias": bias, "device": like.weight.device, "dtype": like.weight.dtype}
+    if isinstance(like, nn.Linear):
+        layer: Layer = nn.Linear(inputs, outputs, **options)
+    else:
+        geometry = {name: getattr(like, name) for name in ("kernel_size", "stride", "padding", "dilation", "padding_mode")}
+        layer = _CONVOLUTIONS[like.weight.ndim - 2](inputs, outputs, **geometry, **options)
+    bound = 1 / math.sqrt(fan * math.prod(like.weight.shape[2:])) if fan else 0.0
+    for parameter in layer.parameters():
+        values = torch.empty(parameter.shape, dtype=torch.float64).uniform_(-bound, bound) if fan else torch.zeros(parameter.shape)
+        parameter.data.copy_(values)
+    return layer
+
+
+_CONVOLUTIONS: dict[int, type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+
+def _own(like: nn.Module, units: int) -> nn.Module:
+    """Return a new module of the same kind for other units, with the weights that such a module has at birth."""
+    weight: Tensor = next((tensor for tensor in (*like.parameters(), *like.buffers()) if tensor.is_floating_point()), torch.empty(0))
+    options: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+    if isinstance(like, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        geometry = {name: getattr(like, name) for name in ("kernel_size", "stride", "padding", "dilation", "padding_mode")}
+        groups, outputs = units * like.groups // like.in_channels, units * like.out_channels // like.in_channels
+        module: nn.Module = _CONVOLUTIONS[like.weight.ndim - 2](
+            units, outputs, **geometry, groups=groups, bias=like.bias is not None, **options
+        )
+    elif isinstance(like, nn.GroupNorm):
+        module = nn.GroupNorm(units * like.num_groups // like.num_channels, units, eps=like.eps, affine=like.affine, **options)
+    elif isinstance(like, nn.PReLU):
+        module = nn.PReLU(units, **options)
+    elif isinstance(like, _DropoutNd):
+        module = type(like)(like.p, like.inplace)
+    else:
+        norm: Any = like
+        module = type(norm)(
+            units, eps=norm.eps, momentum=norm.momentum, affine=norm.affine, track_running_stats=norm.track_running_stats, **options
+        )
+    return module
+
+
+class WidthSeed(Seed):
+    """New units for one or several sets of units in a row. `modules` are the modules of the host that it touches, by name."""
+
+    def __init__(
+        self,
+        place: Place,
+        blueprint: str,
+        modules: Mapping[str, nn.Module],
+        plan: Sequence[WidePlan],
+        *,
+        random_seed: int,
+        blending: Blending = "add",
+        order: int = 0,
+    ) -> None:
+        if blending != "add":
+            raise ValueError(f"new units cannot be blended by {blending!r}: they would not become a part of the layers; use blending 'add'")
+        nn.Module.__init__(self)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(random_seed)
+            parts = [WidePart(modules[one.module], one) for one in plan]
+        self.parts: Sequence[WidePart] = nn.ModuleList(parts)  # type: ignore[assignment]
+        self.blending, self.baked_as = blending, ""
+        self.is_candidate = False  # of a probe, connected for a few steps to get its gradient
+        self.register_buffer("alpha", torch.zeros((), dtype=place.dtype, device=place.device))
+        self.spec = SeedSpec(
+            blueprint, place.kind, place.shape, place.is_causal, blending, batch_axis=place.batch_axis, wide=tuple(plan), order=order
+        )
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h  # the patches of the host's modules apply the seed
+
+    def connect(self, patches: Mapping[str, Any], is_connected: bool) -> None:
+        """Put the new units into the host's tensors, or take them out. `patches` are `WidePatch`es by the name of their module."""
+        for plan, part in zip(self.spec.wide, self.parts, strict=True):
+            patch: WidePatch = patches[plan.module]
+            others = [entry for entry in patch.seeds if entry[0] is not self]
+            patch.set_seeds([*others, (self, plan, part)] if is_connected else others)
+
+
+class WidePatch(ForwardPatch):
+    """Forward of a module of the host that new units pass through. It only calls the module while no seed is connected."""
+
+    def __init__(self, *, is_fused: bool = False) -> None:
+        self.seeds: list[tuple[WidthSeed, WidePlan, WidePart]] = []  # in the order of their units
+        self._is_fused = is_fused  # a module around it computes it by a fused kernel in eval mode, unless it has a hook
+        self._handle: RemovableHandle | None = None  # of that hook
+
+    def set_seeds(self, seeds: Sequence[tuple[WidthSeed, WidePlan, WidePart]]) -> None:
+        self.seeds = sorted(seeds, key=lambda entry: entry[0].spec.order)
+        if self._is_fused and self.seeds and self._handle is None:
+            self._handle = self.module.register_forward_pre_hook(keep_running)
+        elif self._handle is not None and not self.seeds:
+            self._handle.remove()
+            self._handle = None
+
+    def detach(self) -> None:
+        super().detach()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        if not self.seeds:
+            return self.inner(*arguments, **named)
+        (given,) = arguments
+        if given.is_nested:  # sequences without padding, which torch's transformer encoder passes on in eval mode
+            return torch.nested.as_nested_tensor([self.forward(sequence.unsqueeze(0)).squeeze(0) for sequence in given.unbind()])
+        axis = self.seeds[0][1].axis or axis_of(self.module)
+        sizes = [plan.inputs for _, plan, _ in self.seeds]
+        host, *parts = given.split([given.shape[axis] - sum(sizes), *sizes], axis)
+        # A copy in the layout of the host's own tensors, so that the layer computes the same bits as without new units.
+        host = host.clone(memory_format=torch.preserve_format) if sum(sizes) else given
+        own = host.shape[axis]
+        output, made = self.inner(host), list[Tensor]()
+        for (seed, plan, part), x_new in zip(self.seeds, parts, strict=True):
+            if seed.training != self.module.training and not torch.compiler.is_compiling():
+                seed.train(self.module.training)
+            if part.own is not None:
+                with _own_random_numbers(part.own, x_new):
+                    made.append(part.own(x_new))
+                continue
+            if part.back is not None:
+                read = (seed.alpha * part.back(x_new)).to(output.dtype)
+                if plan.seen_outputs:
+                    sizes = _leading([new.shape[axis] for new in made], plan.seen_outputs)
+                    read, *others = read.split([output.shape[axis], *sizes], axis)
+                    made[: len(others)] = [new + other for new, other in zip(made, others, strict=False)]
+                output = output + read
+            if part.new is not None:
+                new = part.new(given.narrow(axis, 0, own + plan.seen_inputs) if plan.seen_inputs else host)
+                made.append(new if part.inner is None else new + part.inner(x_new))
+        if not made:
+            return output
+        is_compiling = torch.compiler.is_compiling()  # compiled code has an order of its own
+        return torch.cat([output if is_compiling else _WithDenseGradient.apply(output), *made], axis)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out candidates of a probe, which change no output."""
+        return {**super().__getstate__(), "seeds": [entry for entry in self.seeds if not entry[0].is_candidate]}
+
+
+def _own_random_numbers(module: nn.Module, x: Tensor) -> AbstractContextManager[None]:
+    """Return a context in which a dropout draws without using up random numbers of the host, whose own draws stay the same."""
+    if not isinstance(module, _DropoutNd) or not module.training or torch.compiler.is_compiling():
+        return nullcontext()
+    return torch.random.fork_rng([x.device] if x.is_cuda else [])
+
+
+def _leading(sizes: Sequence[int], total: int) -> list[int]:
+    """Return the first of some sizes, which add up to `total`.
+
+    >>> _leading([2, 3, 4], 5)
+    [2, 3]
+    """
+    count = next(count for count in range(len(sizes) + 1) if sum(sizes[:count]) == total)
+    return list(sizes[:count])
+
+
+class _WithDenseGradient(torch.autograd.Function):
+    """Identity, whose gradient is dense, in the order of its strides. A slice of a wider gradient would be summed in another order."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h.view_as(h)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].clone(memory_format=torch.preserve_format)
+
+
+# Folding
+
+
+def fold(
+    modules: Mapping[str, nn.Module],
+    seeds: Sequence[WidthSeed],
+    optimizers: Mapping[Seed, Optimizer] | None = None,
+    into: Optimizer | None = None,
+) -> Callable[[], None]:
+    """Make the new units part of the host's own layers. The parameters stay the same objects, with more rows and columns.
+
+    `seeds` must be in the order of their units, and disconnected now. `optimizers` are those of the seeds, `into` that of the host: its
+    state for every parameter grows with the parameter. Blocks between the units of two seeds that do not read each other are new and zero.
+    Return a function that undoes the fold.
+    """
+    names = list(dict.fromkeys(plan.module for seed in seeds for plan in seed.spec.wide))
+    before = [(modules[name], sizes_of(modules[name]), _tensors(modules[name])) for name in names]
+    state = {} if into is None else into.state
+    states = [(state[tensor], dict(state[tensor])) for _, _, some in before for tensor, _ in some if tensor in state]
+
+    def undo() -> None:
+        for module, sizes, tensors in before:
+            vars(module).update(sizes)
+            for tensor, data in tensors:
+                tensor.data = data
+        for present, values in states:
+            present.update(values)
+
+    for name in names:
+        grown = [
+            (seed, (optimizers or {}).get(seed), plan, part)
+            for seed in seeds
+            for plan, part in zip(seed.spec.wide, seed.parts, strict=True)
+            if plan.module == name
+        ]
+        if part_of(modules[name]) == "own":
+            _fold_own(modules[name], [part.own for _, _, _, part in grown], [optimizer for _, optimizer, _, _ in grown], into)
+        else:
+            _fold_layer(layer_of(modules[name]), grown, into)
+    return undo
+
+
+_SIZES = (
+    "in_features",
+    "out_features",
+    "in_channels",
+    "out_channels",
+    "groups",
+    "num_features",
+    "num_channels",
+    "num_groups",
+    "num_parameters",
+)
+
+
+def sizes_of(module: nn.Module) -> dict[str, int]:
+    return {name: vars(module)[name] for name in _SIZES if name in vars(module)}
+
+
+def _tensors(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    return [(tensor, tensor.data) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))]
+
+
+def widen_to(modules: Mapping[str, nn.Module], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Widen the layers of a host, with zeros, to the shapes of a folded model. `shapes` are those of its state dict, by name.
+
+    Only layers, and modules with weights for each unit, can be wider. Others stay as they are, and so do those whose shapes fit.
+    """
+    for name, module in modules.items():
+        prefix = f"{name}." if name else ""
+        wanted = shapes.get(f"{prefix}weight", shapes.get(f"{prefix}running_mean"))
+        now = next((tensor.shape for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)) if tensor.ndim), None)
+        if wanted is None or now is None or tuple(wanted) == tuple(now) or part_of(module) in (None, "passed"):
+            continue
+        is_layer = part_of(module) == "layer"
+        if len(wanted) != len(now) or any(
+            new < old or (new > old and axis > (1 if is_layer else 0)) for axis, (new, old) in enumerate(zip(wanted, now, strict=True))
+        ):
+            continue
+        for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if tensor.ndim and f"{prefix}{key}" in shapes:
+                _widen(tensor, tuple(shapes[f"{prefix}{key}"]), [], None)
+        sizes = sizes_of(module)
+        if is_layer:
+            outputs, inputs = wanted[:2]
+            names = ("out_features", "in_features") if isinstance(module, nn.Linear) else ("out_channels", "in_channels")
+            vars(module).update(zip(names, (outputs, inputs), strict=True))
+        else:
+            vars(module).update({key: size * wanted[0] // now[0] for key, size in sizes.items()})
+
+
+Block = tuple[Tensor, Optimizer | None, float, tuple[slice, ...]]  # source, its optimiser, factor, and where it goes
+
+
+def _fold_layer(module: Layer, grown: Sequence[tuple[WidthSeed, Optimizer | None, WidePlan, WidePart]], into: Optimizer | None) -> None:
+    """Add rows and columns to the weight of a layer, and rows to its bias."""
+    outputs, inputs = module.weight.shape[:2]
+    blocks: list[Block] = []
+    biases: list[Block] = []
+    row, column = outputs, inputs
+    for seed, optimizer, plan, part in grown:
+        rows, columns = slice(row, row + plan.outputs), slice(column, column + plan.inputs)
+        if part.new is not None:
+            blocks.append((part.new.weight, optimizer, 1.0, (rows, slice(0, inputs + plan.seen_inputs))))
+            if part.new.bias is not None:
+                biases.append((part.new.bias, optimizer, 1.0, (rows,)))
+        if part.back is not None:
+            blocks.append((part.back.weight, optimizer, float(seed.alpha), (slice(0, outputs + plan.seen_outputs), columns)))
+        if part.inner is not None:
+            blocks.append((part.inner.weight, optimizer, 1.0, (rows, columns)))
+        row, column = row + plan.outputs, column + plan.inputs
+    _widen(module.weight, (row, column, *module.weight.shape[2:]), blocks, into)
+    if module.bias is not None and row > outputs:
+        _widen(module.bias, (row,), biases, into)
+    if isinstance(module, nn.Linear):
+        module.in_features, module.out_features = column, row
+    else:
+        module.in_channels, module.out_channels = column, row
+
+
+def _fold_own(module: nn.Module, copies: Sequence[Any], optimizers: Sequence[Optimizer | None], into: Optimizer | None) -> None:
+    """Put the copies of a module for new units behind its own weights and statistics."""
+    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        if tensor.ndim == 0:
+            continue
+        parts = [getattr(copied, name) for copied in copies]
+        start, blocks = tensor.shape[0], list[Block]()
+        for part, optimizer in zip(parts, optimizers, strict=True):
+            blocks.append((part, optimizer, 1.0, (slice(start, start + part.shape[0]),)))
+            start += part.shape[0]
+        _widen(tensor, (start, *tensor.shape[1:]), blocks, into)
+    for name, size in sizes_of(module).items():
+        vars(module)[name] = size + sum(getattr(copied, name) for copied in copies)
+
+
+def _widen(tensor: Tensor, shape: Sequence[int], blocks: Sequence[Block], into: Optimizer | None) -> None:
+    """Give a tensor a larger shape in place: its own values in the first corner, the blocks where they belong, and zeros elsewhere."""
+    own = tuple(slice(0, size) for size in tensor.shape)
+    wide = tensor.new_zeros(shape)
+    wide[own] = tensor.detach()
+    for source, _, factor, where in blocks:
+        wide[where] = source.detach() * factor
+    state = None if into is None or not isinstance(tensor, nn.Parameter) else into.state.get(tensor)
+    if state:
+        for key, value in list(state.items()):
+            if isinstance(value, Tensor) and value.shape == tensor.shape:
+                moments = value.new_zeros(shape)
+                moments[own] = value
+                for source, optimizer, factor, where in blocks:
+                    if optimizer is not None and source in optimizer.state:
+                        moments[where] = _moments(key, optimizer.state[source], state, optimizer.param_groups[0], factor)
+                state[key] = moments
+    set_data(tensor, wide)
+
+
+def set_data(tensor: Tensor, data: Tensor) -> None:
+    """Give a tensor other values, of any shape, in place.
+
+    Autograd may still hold an object that adds up gradients of the former shape. It is only dropped if the dtype changes, so this is done.
+    """
+    tensor.grad = None
+    if tensor.is_floating_point():
+        tensor.data = data.to(torch.float32 if data.dtype == torch.float64 else torch.float64)
+    tensor.data = data
+
+
+def _moments(key: str, given: Mapping[str, Any], host: Mapping[str, Any], group: Mapping[str, Any], factor: float) -> Tensor:
+    """Return an optimiser's statistic of a block in the unit and with the bias correction of the host's.
+
+    A weight that is multiplied by `factor` has a gradient divided by it. Adam divides its averages by 1 − beta^steps; a seed has made fewer
+    steps than the host, so its averages are multiplied by the ratio of both.
+    """
+    value: Tensor = torch.as_tensor(given[key])
+    power = 2 if key in ("exp_avg_sq", "max_exp_avg_sq", "square_avg") else 1
+    value = value / factor**power if factor else torch.zeros_like(value)
+    index = {"exp_avg": 0, "exp_avg_sq": 1, "max_exp_avg_sq": 1}.get(key)
+    if index is None or "betas" not in group or "step" not in given:
+        return value
+    beta = float(group["betas"][index])
+    ratio: float = (1 - beta ** float(host["step"])) / (1 - beta ** float(given["step"]))
+    return value * ratio

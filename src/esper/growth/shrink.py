@@ -1,0 +1,186 @@
+"""Remove units of a model that do not pay their rent, by the evidence by which seeds are kept: paired losses on the validation batches.
+
+    removed = esper.shrink(model, evaluate, example_input=x[:2])   # `model` in place; prints well: print(removed)
+
+It works on any model whose units `add_slots(...).describe()` lists as such that can be widened: one that was baked, so that its seeds are
+rows and columns of its own layers, or one that never grew. The units with the smallest weights are tried first, a share of a layer at a
+time. They are removed if the whole interval of the loss that this costs is below the rent that it saves. Parameters stay the same objects;
+an optimiser that is passed keeps the state of the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from esper.display import Card, Displayed
+from esper.growth.config import GrowthError, RentConfig
+from esper.growth.events import Shrunk
+from esper.growth.host.discover import discover
+from esper.growth.host.isolation import is_compiled, unwrap
+from esper.growth.host.layout import Units
+from esper.growth.host.slotted import check_has_no_slots
+from esper.growth.host.units import find_units, layer_of, part_of
+from esper.growth.lifecycle.stages import Cost
+from esper.growth.measure.contribution import Evaluate, gain_of, losses_of, rent_of
+from esper.growth.seeds.blueprints import widening_cost
+from esper.growth.seeds.width import set_data, sizes_of
+from esper.statistics import Interval
+from esper.text_table import aligned, figure
+
+HEADING = ("layer", "units", "costs", "saves")
+
+
+@dataclass(frozen=True)
+class Removed(Displayed):
+    """The result of `shrink`: one event for every group of units that was removed, and the size of the model before and after."""
+
+    events: tuple[Shrunk, ...]
+    before: Cost
+    after: Cost
+
+    def card(self) -> Card:
+        figures = [("parameters", f"{self.before.parameters:,} → {self.after.parameters:,}")]
+        figures.append(("FLOPs per sample", f"{self.before.flops:,} → {self.after.flops:,}"))
+        return Card(f"{sum(event.units for event in self.events)} units removed", figures, HEADING, self._rows())
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = []
+        for event in self.events:
+            cost = f"{figure(event.gain)} [{figure(event.gain_low)}, {figure(event.gain_high)}]"
+            rows.append((event.what, str(event.units), cost, figure(event.rent)))
+        return rows
+
+    def __str__(self) -> str:
+        if not self.events:
+            return "No units were removed: all of them pay their rent."
+        return aligned([HEADING, *self._rows()])
+
+
+def shrink(
+    model: nn.Module,
+    evaluate: Evaluate,
+    *,
+    example_input: Any,
+    rent: RentConfig | None = None,
+    original: Cost | None = None,
+    loss_unit: float = 1.0,
+    share: float = 0.125,
+    optimizer: Optimizer | None = None,
+    on_event: Callable[[Shrunk], None] | None = None,
+) -> Removed:
+    """Remove units that do not pay their rent, in place.
+
+    `evaluate` returns the loss of every validation batch, as for `Grower.after_epoch`. `original` is the cost of the host before it grew,
+    against which the rent is charged; None: that of the model as it is. `loss_unit` is `LossRange.unit`: 1 for ten classes. `share` is the
+    share of a layer that is tried at once.
+    """
+    host, rent = unwrap(model), rent or RentConfig()
+    check_has_no_slots(host)
+    if not 0 < share <= 0.5:
+        raise GrowthError(f"share must be above 0 and at most 0.5, not {share}")
+    before = now = discover(host, example_input).host
+    base, events, done = original or before, list[Shrunk](), set[str]()
+    while units := next((one for one in find_units(host, example_input)[0] if one.name not in done), None):
+        group = _smallest(host, units, share)
+        cost = widening_cost((units,), [len(group)])
+        saved = loss_unit * (rent_of(_less(now, base), base, rent) - rent_of(_less(_less(now, cost), base), base, rent))
+        gain = None if len(group) >= units.width else _gain(host, units, group, evaluate)
+        if gain is None or not gain.high < saved:
+            done.add(units.name)
+            continue
+        _remove(host, units, group, optimizer)
+        now = _less(now, cost)
+        events.append(Shrunk.of(units.name, cost, gain, saved, units=len(group)))
+        if on_event is not None:
+            on_event(events[-1])
+    if events and is_compiled(model):
+        torch.compiler.reset()
+    return Removed(tuple(events), before, now)
+
+
+def _less(cost: Cost, removed: Cost) -> Cost:
+    return Cost(cost.parameters - removed.parameters, cost.flops - removed.flops)
+
+
+def _smallest(host: nn.Module, units: Units, share: float) -> list[int]:
+    """Return the numbers of the units with the smallest weights, in whole groups: at least one group, at most a share of the layer."""
+    rows = torch.stack([layer_of(host.get_submodule(name)).weight.detach().flatten(1).square().sum(1) for name in units.producers]).sum(0)
+    columns = torch.zeros_like(rows)
+    for reader in units.readers:
+        squares = layer_of(host.get_submodule(reader.name)).weight.detach().square().transpose(0, 1).flatten(1).sum(1)  # [inputs]
+        columns += squares.reshape(units.width, -1).sum(1).to(columns)
+    size = (rows * columns).reshape(-1, units.step).sum(1)  # of each group
+    count = max(math.floor(share * units.width / units.step), 1)
+    chosen = size.argsort()[:count].tolist()
+    return sorted(group * units.step + number for group in chosen for number in range(units.step))
+
+
+def _inputs_of(units: Units, group: Sequence[int], features: int) -> list[int]:
+    """Return the inputs of a reader that belong to these units."""
+    return [unit * features + feature for unit in group for feature in range(features)]
+
+
+@contextmanager
+def _silenced(host: nn.Module, units: Units, group: Sequence[int]) -> Iterator[None]:
+    """Let nothing read these units inside the `with` block."""
+    weights = {reader: layer_of(host.get_submodule(reader.name)).weight for reader in units.readers}
+    kept = {reader: weight.data for reader, weight in weights.items()}
+    try:
+        for reader, weight in weights.items():
+            weight.data = weight.data.index_fill(1, torch.tensor(_inputs_of(units, group, reader.features), device=weight.device), 0.0)
+        yield
+    finally:
+        for reader, weight in weights.items():
+            weight.data = kept[reader]
+
+
+def _gain(host: nn.Module, units: Units, group: Sequence[int], evaluate: Evaluate) -> Interval:
+    """Return what the loss would rise by without these units, with its interval over the same validation batches."""
+    with_all = losses_of(evaluate)
+    with _silenced(host, units, group):
+        without = losses_of(evaluate)
+    return gain_of(without, with_all)
+
+
+def _remove(host: nn.Module, units: Units, group: Sequence[int], optimizer: Optimizer | None) -> None:
+    """Cut the rows of the producers, the weights of the modules between, and the columns of the readers."""
+    left = [unit for unit in range(units.width) if unit not in set(group)]
+    for name in units.producers:
+        layer = layer_of(host.get_submodule(name))
+        for tensor in (layer.weight, layer.bias):
+            if tensor is not None:
+                _select(tensor, 0, left, optimizer)
+        layer.__dict__.update({key: len(left) for key in sizes_of(layer) if key.startswith("out_")})
+    for name in units.own:
+        _cut_own(host.get_submodule(name), units, left, optimizer)
+    for reader in units.readers:
+        layer = layer_of(host.get_submodule(reader.name))
+        _select(layer.weight, 1, _inputs_of(units, left, reader.features), optimizer)
+        layer.__dict__.update({key: layer.weight.shape[1] for key in sizes_of(layer) if key.startswith("in_")})
+
+
+def _cut_own(module: nn.Module, units: Units, left: Sequence[int], optimizer: Optimizer | None) -> None:
+    """Cut a module with weights for each unit, such as a batch norm or a grouped convolution."""
+    assert part_of(module) == "own"
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        if tensor.ndim:
+            _select(tensor, 0, _inputs_of(units, left, tensor.shape[0] // units.width), optimizer)
+    vars(module).update({key: size * len(left) // units.width for key, size in sizes_of(module).items()})
+
+
+def _select(tensor: Tensor, axis: int, numbers: Sequence[int], optimizer: Optimizer | None) -> None:
+    """Keep these rows or columns of a tensor, and of its state in the optimiser, in place."""
+    index = torch.tensor(list(numbers), device=tensor.device)
+    state = {} if optimizer is None or tensor not in optimizer.state else optimizer.state[tensor]
+    for key, value in list(state.items()):
+        if isinstance(value, Tensor) and value.shape == tensor.shape:
+            state[key] = value.index_select(axis, index.to(value.device))
+    set_data(tensor, tensor.data.index_select(axis, index))

@@ -1,0 +1,238 @@
+"""Units that can be widened are found by trial runs, and those that cannot be are refused with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+from esper.growth import add_slots
+from esper.growth.host.layout import Reader, Through, Units
+from esper.growth.host.units import chains, find_units
+from esper.growth.lifecycle.stages import Cost
+from esper.growth.seeds.blueprints import flop_counter, widening_cost
+
+IMAGES = torch.randn(2, 3, 8, 8)
+TOKENS = torch.randn(2, 5, 16)
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
+
+
+class Gated(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(width, hidden), nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class InvertedResidual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        hidden = 4 * width
+        self.expand, self.bn1 = nn.Conv2d(width, hidden, 1, bias=False), nn.BatchNorm2d(hidden)
+        self.depthwise, self.bn2 = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, bias=False), nn.BatchNorm2d(hidden)
+        self.project = nn.Conv2d(hidden, width, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.project(F.relu6(self.bn2(self.depthwise(F.relu6(self.bn1(self.expand(x)))))))
+
+
+class ConvNeXt(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.depthwise, self.norm = nn.Conv2d(width, width, 7, padding=3, groups=width), nn.LayerNorm(width)
+        self.pw1, self.pw2, self.gamma = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        return x + (self.gamma * self.pw2(F.gelu(self.pw1(h)))).permute(0, 3, 1, 2)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Linear(16, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.first(x))
+        return self.left(h) + self.right(h)
+
+
+def found(host: nn.Module, example: Tensor) -> dict[str, Units]:
+    return {units.name: units for units in find_units(host, example)[0]}
+
+
+def structure(units: Units) -> Units:
+    """Return the units without carriers and costs."""
+    return replace(units, carriers=(), sizes=(), own_cost=(0, 0))
+
+
+def reasons(host: nn.Module, example: Tensor) -> dict[str, str]:
+    return {refusal.name: refusal.reason for refusal in find_units(host, example)[1]}
+
+
+def test_a_chain_of_convolutions_and_a_flattened_map_is_widened_from_layer_to_layer() -> None:
+    host = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
+        *(nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(64, 32), nn.ReLU(), nn.Dropout(), nn.Linear(32, 10)),
+    )
+    units, refusals = find_units(host, IMAGES)
+    assert [structure(one) for one in units] == [
+        Units(("0",), ("1",), (Reader("4", 1),), 8, 1),
+        Units(("4",), (), (Reader("8", 4),), 16, 1),
+        Units(("8",), ("10",), (Reader("11", 1),), 32, 1, through=(("10", Through(axis=-1)),)),
+    ]
+    assert [refusal.name for refusal in refusals] == ["11"]
+    assert units[0].carriers == ("0", "1", "2", "3")
+    assert [(name, size.positions) for name, size in units[0].sizes] == [("0", 64), ("4", 16)]
+    assert [[one.name for one in chain] for chain in chains(units)] == [["0", "4", "8"]]
+
+
+FEEDFORWARD = Units(("linear1",), ("dropout",), (Reader("linear2", 1),), 32, 1, through=(("dropout", Through(axis=-1)),))
+
+
+@pytest.mark.parametrize(
+    ("host", "example", "expected"),
+    [
+        (Residual(8), torch.randn(2, 8, 4, 4), Units(("conv1",), ("bn1",), (Reader("conv2", 1),), 8, 1)),
+        (Gated(16, 24), TOKENS, Units(("gate", "up"), (), (Reader("down", 1),), 24, 1)),
+        (InvertedResidual(4), torch.randn(2, 4, 4, 4), Units(("expand",), ("bn1", "depthwise", "bn2"), (Reader("project", 1),), 16, 1)),
+        (ConvNeXt(4), torch.randn(2, 4, 8, 8), Units(("pw1",), (), (Reader("pw2", 1),), 16, 1)),
+        (Two(), TOKENS, Units(("first",), (), (Reader("left", 1), Reader("right", 1)), 8, 1)),
+        (nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), TOKENS, FEEDFORWARD),
+    ],
+    ids=["residual", "gated", "inverted", "convnext", "two readers", "encoder layer"],
+)
+def test_units_inside_blocks_are_found_by_data_flow(host: nn.Module, example: Tensor, expected: Units) -> None:
+    assert [structure(one) for one in found(host, example).values()] == [expected]
+
+
+def test_new_units_of_a_group_norm_are_whole_groups() -> None:
+    host = nn.Sequential(nn.Conv2d(3, 8, 1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 2, 1), nn.Flatten(), nn.Linear(128, 2))
+    units = found(host, IMAGES)["0"]
+    assert (units.step, units.added(0.25), units.added(0.5), units.added(1.0)) == (4, 4, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("middle", "reason"),
+    [
+        (nn.LayerNorm(8), "go through '1', a LayerNorm, which normalises over all of them"),
+        (nn.RMSNorm(8), "go through '1', a RMSNorm, which normalises over all of them"),
+        (nn.Softmax(dim=-1), "are mixed outside of layers"),
+    ],
+    ids=["layer norm", "rms norm", "softmax"],
+)
+def test_units_that_something_mixes_are_refused(middle: nn.Module, reason: str) -> None:
+    host = nn.Sequential(nn.Linear(16, 8), middle, nn.Linear(8, 4))
+    assert reason in reasons(host, TOKENS)["0"]
+
+
+def test_weights_that_are_made_from_all_rows_are_refused() -> None:
+    assert "parametrization" in reasons(nn.Sequential(spectral_norm(nn.Linear(16, 8)), nn.Linear(8, 4)), TOKENS)["0"]
+    assert "parametrization" in reasons(nn.Sequential(nn.Linear(16, 8), weight_norm(nn.Linear(8, 4))), TOKENS)["0"]
+
+
+def test_a_batch_norm_that_averages_over_all_batches_is_refused() -> None:
+    host = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8, momentum=None), nn.Conv2d(8, 2, 1))
+    assert "momentum=None" in reasons(host, IMAGES)["0"]
+
+
+def test_a_squeeze_excite_gate_and_a_residual_stream_are_refused() -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.squeeze, self.excite, self.out = nn.Conv2d(3, 8, 1), nn.Linear(8, 2), nn.Linear(2, 8), nn.Conv2d(8, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.conv(x)
+            return self.out(h * self.excite(self.squeeze(h.mean((2, 3)))).sigmoid()[..., None, None])
+
+    host = Gate()
+    assert "combined with others that would not be more" in reasons(host, IMAGES)["conv"]
+    assert list(found(host, IMAGES)) == ["squeeze"]
+    assert "combined" in reasons(Residual(8), torch.randn(2, 8, 4, 4))["conv2"]
+
+
+def test_tied_weights_and_layers_that_run_twice_are_refused() -> None:
+    tied = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    tied[2].weight = tied[0].weight
+    assert "share the weight" in reasons(tied, TOKENS)["0"]
+    layer = nn.Linear(16, 16)
+    assert "2 times" in reasons(nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(16, 2)), TOKENS)["0"]
+
+
+def test_features_that_a_flatten_interleaves_are_refused() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.out = nn.Conv2d(3, 4, 1), nn.Linear(256, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.conv(x).permute(0, 2, 3, 1).flatten(1))
+
+    assert "mixed outside of layers" in reasons(Last(), IMAGES)["conv"]
+
+
+def test_a_search_changes_nothing_in_the_host() -> None:
+    host = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Dropout(0.5), nn.Conv2d(8, 2, 1)).train()
+    before, random = {name: tensor.clone() for name, tensor in host.state_dict().items()}, torch.get_rng_state()
+    find_units(host, IMAGES)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in host.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert host[1].training
+    assert "forward" not in vars(host[0])
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_the_cost_of_new_units_is_that_of_the_wider_network(share: float) -> None:
+    def counted(width: int, second: int) -> Cost:
+        host = nn.Sequential(
+            *(nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(width, second, 3), nn.GroupNorm(2, second), nn.ReLU(), nn.Flatten(), nn.Linear(4 * second, 5)),
+        )
+        with flop_counter() as counter, torch.no_grad():
+            host(IMAGES)
+        hosts.append(host)
+        return Cost(sum(parameter.numel() for parameter in host.parameters()), counter.get_total_flops() // len(IMAGES))
+
+    hosts: list[nn.Module] = []
+    before = counted(4, 8)
+    (chain,) = chains(find_units(hosts[0], IMAGES)[0])
+    added = [units.added(share) for units in chain]
+    after = counted(4 + added[0], 8 + added[1])
+    assert widening_cost(chain, added) == Cost(after.parameters - before.parameters, after.flops - before.flops)
+
+
+def test_a_batch_norm_behind_a_flattened_map_has_several_features_for_each_unit() -> None:
+    host = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.BatchNorm1d(144), nn.ReLU(), nn.Linear(144, 5))
+    units = found(host, IMAGES)["0"]
+    assert (units.own, units.through, units.readers) == (("2",), (("2", Through(36)),), (Reader("4", 36),))
+    slotted = add_slots(host.eval(), IMAGES, slots=["0"])
+    before = host(IMAGES)
+    seed = slotted.new_seed("0", "widen_50", random_seed=1)
+    slotted.slot("0").plant(seed, connected=True)
+    assert torch.equal(host(IMAGES), before)
+    slotted.slot("0").is_kept = True
+    assert torch.allclose(slotted.bake()(IMAGES), before, atol=1e-6)
+    assert host[2].weight.shape == (6 * 36,)
+
+
+def test_a_dropout_that_runs_several_times_draws_for_new_units_as_for_others() -> None:
+    dropout = nn.Dropout(0.5)
+    host = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), dropout, nn.Linear(8, 8), nn.ReLU(), dropout, nn.Linear(8, 2))
+    assert [(units.name, units.own) for units in find_units(host, TOKENS)[0]] == [("0", ()), ("3", ())]

@@ -1,0 +1,231 @@
+"""Width seeds are the wider network: identity at birth, equal training, and equal weights and optimiser states after folding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, AdamW, Optimizer
+
+from esper.growth.host.layout import Place, Units
+from esper.growth.host.units import chains, find_units
+from esper.growth.seeds.width import WidePatch, WidthSeed, fold, plan_of
+from tests.growth.host.test_units import Gated, InvertedResidual, Residual, Two
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+PLACE = Place("", "dense", (1,), dtype=torch.float64)
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "adamw": lambda parameters: AdamW(parameters, lr=1e-2, weight_decay=0.1),
+    "sgd": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3),
+}
+
+
+def conv_host() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(4, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(24, 8), nn.ReLU(), nn.Linear(8, 5)),
+    )
+
+
+def pooled(*blocks: nn.Module, width: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, width, 1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 5))
+
+
+HOSTS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # name -> host, number of units in the chain that is widened
+    "pair": (conv_host, 1),
+    "chain of three": (conv_host, 3),
+    "residual": (lambda: pooled(Residual(4), width=4), 1),
+    "inverted residual": (lambda: pooled(InvertedResidual(4), width=4), 1),
+    "group norm": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)), 1),
+    "gated": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 8), Gated(8, 12), nn.Linear(8, 5)), 1),
+    "two readers": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 16), Two(), nn.Linear(4, 5)), 1),
+}
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterable[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def chain_in(host: nn.Module, example: Tensor, length: int) -> tuple[Units, ...]:
+    """Return the first chain of this length. A single pair is the one in the block, not the layer before it."""
+    units = find_units(host, example)[0]
+    if length > 1:
+        return chains(units)[0][:length]
+    inside = [one for one in units if "." in one.name]
+    return ((inside or units)[0],)
+
+
+class Widened:
+    """A host with a connected width seed."""
+
+    def __init__(self, host: nn.Module, chain: tuple[Units, ...], *, share: float = 0.5, random_seed: int = 1) -> None:
+        self.host, self.modules = host, dict(host.named_modules())
+        plan = plan_of(chain, [units.added(share) for units in chain])
+        self.seed = WidthSeed(PLACE, "widen_50", self.modules, plan, random_seed=random_seed)
+        self.seed.alpha.fill_(1.0)
+        self.patches = {one.module: WidePatch() for one in plan}
+        for name, patch in self.patches.items():
+            patch.attach(self.modules[name])
+        self.seed.connect(self.patches, True)
+
+    def fold(self, seeds: Optimizer | None = None, host: Optimizer | None = None) -> nn.Module:
+        self.seed.connect(self.patches, False)
+        for patch in self.patches.values():
+            patch.detach()
+        fold(self.modules, [self.seed], {} if seeds is None else {self.seed: seeds}, host)
+        return self.host
+
+
+def made(name: str) -> tuple[nn.Module, tuple[Units, ...], Tensor, Tensor]:
+    torch.manual_seed(0)
+    make, length = HOSTS[name]
+    host, inputs, targets = make(), torch.randn(12, 3, 8, 8), torch.randint(5, (12,))
+    return host, chain_in(host, inputs[:2], length), inputs, targets
+
+
+def step(model: nn.Module, inputs: Tensor, targets: Tensor, *optimizers: Optimizer) -> float:
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss = cross_entropy(model(inputs), targets)
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return loss.item()
+
+
+def error(some: Tensor, other: Tensor) -> float:
+    """Return the largest difference relative to the largest value."""
+    return ((some - other).abs().max() / other.abs().max().clamp(min=1e-30)).item()
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_a_new_seed_is_the_identity_bit_for_bit_and_has_a_gradient(name: str) -> None:
+    host, chain, inputs, targets = made(name)
+    plain = copy.deepcopy(host)
+    widened = Widened(host, chain)
+    outputs = host(inputs)
+    assert torch.equal(outputs, plain(inputs))
+    cross_entropy(outputs, targets).backward()
+    cross_entropy(plain(inputs), targets).backward()
+    for one, other in zip(host.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=1e-9, atol=1e-12)  # the order of sums may differ
+    backs = [part.back for part in widened.seed.parts if part.back is not None]
+    assert all(back.weight.grad is not None and back.weight.grad.any() for back in backs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", HOSTS)
+def test_host_and_seed_train_as_the_wider_network_does(name: str, optimizer: str) -> None:
+    make = OPTIMIZERS[optimizer]
+    host, chain, inputs, targets = made(name)
+    static = Widened(copy.deepcopy(host), chain).fold()
+    widened = Widened(host, chain)
+    own, of_seed, of_static = make(host.parameters()), make(widened.seed.parameters()), make(static.parameters())
+    for _ in range(50):
+        step(host, inputs, targets, own, of_seed)
+        step(static, inputs, targets, of_static)
+    folded = widened.fold(of_seed, own)
+    for (key, one), other in zip(folded.named_parameters(), static.parameters(), strict=True):
+        assert one.shape == other.shape
+        assert error(one, other) < 1e-10, key
+        for statistic in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+            if statistic in of_static.state[other]:
+                assert error(own.state[one][statistic], of_static.state[other][statistic]) < 1e-8, (key, statistic)
+    for one, other in zip(folded.buffers(), static.buffers(), strict=True):
+        assert error(one.double(), other.double()) < 1e-10
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_a_folded_model_has_wider_layers_equal_outputs_and_no_other_modules(name: str) -> None:
+    host, chain, inputs, targets = made(name)
+    names, count = [key for key, _ in host.named_modules()], sum(parameter.numel() for parameter in host.parameters())
+    identities = [id(parameter) for parameter in host.parameters()]
+    widened = Widened(host, chain)
+    optimizers = [OPTIMIZERS["adamw"](host.parameters()), OPTIMIZERS["adamw"](widened.seed.parameters())]
+    for _ in range(5):
+        step(host, inputs, targets, *optimizers)
+    widened.seed.alpha.fill_(0.7)
+    host.eval()
+    before = host(inputs)
+    added = sum(parameter.numel() for parameter in widened.seed.parameters())
+    folded = widened.fold().eval()
+    assert error(folded(inputs), before) < 1e-12
+    assert [key for key, _ in folded.named_modules()] == names
+    assert [id(parameter) for parameter in folded.parameters()] == identities
+    assert sum(parameter.numel() for parameter in folded.parameters()) == count + added
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_losses_after_a_late_fold_are_those_of_a_run_without_one(optimizer: str) -> None:
+    make = OPTIMIZERS[optimizer]
+    losses = []
+    for is_folded in (False, True):
+        host, chain, inputs, targets = made("chain of three")
+        own = make(host.parameters())
+        for _ in range(10):
+            step(host, inputs, targets, own)
+        widened = Widened(host, chain)
+        of_seed = make(widened.seed.parameters())
+        for _ in range(10):
+            step(host, inputs, targets, own, of_seed)
+        optimizers = [own, of_seed]
+        if is_folded:
+            widened.fold(of_seed, own)
+            optimizers = [own]
+        losses.append([step(host, inputs, targets, *optimizers) for _ in range(50)])
+    plain, folded = losses
+    assert plain[0] == pytest.approx(folded[0], rel=1e-10)  # the fold itself changes nothing
+    # Adam's bias correction then belongs to the host's step, so later steps are close, not equal.
+    assert max(abs(one - other) / (abs(one) + 1e-2) for one, other in zip(plain, folded, strict=True)) < (
+        0.2 if optimizer == "adamw" else 1e-8
+    )
+
+
+def test_two_seeds_that_grew_apart_fold_into_one_layer_with_zero_blocks_between_them() -> None:
+    host, _, inputs, _ = made("pair")
+    units = find_units(host, inputs[:2])[0]
+    first = Widened(host, (units[0],))
+    plan = plan_of((units[1],), [units[1].added(0.5)])
+    second = WidthSeed(PLACE, "widen_50", first.modules, plan, random_seed=2)
+    second.alpha.fill_(1.0)
+    for one in plan:
+        if one.module not in first.patches:
+            first.patches[one.module] = WidePatch()
+            first.patches[one.module].attach(first.modules[one.module])
+    second.connect(first.patches, True)
+    for seed in (first.seed, second):
+        for part in seed.parts:
+            if part.back is not None:
+                nn.init.normal_(part.back.weight)
+    host.eval()
+    before = host(inputs)
+    for seed in (first.seed, second):
+        seed.connect(first.patches, False)
+    for patch in first.patches.values():
+        patch.detach()
+    fold(first.modules, [first.seed, second])
+    assert error(host(inputs), before) < 1e-12
+    assert not host[4].weight[6:, 4:].any()
+
+
+def test_a_disconnected_seed_leaves_no_trace() -> None:
+    host, chain, inputs, _ = made("chain of three")
+    plain = copy.deepcopy(host)
+    widened = Widened(host, chain)
+    for part in widened.seed.parts:
+        if part.back is not None:
+            nn.init.normal_(part.back.weight)
+    assert not torch.equal(host(inputs), plain(inputs))
+    host.load_state_dict(plain.state_dict())
+    widened.seed.connect(widened.patches, False)
+    assert torch.equal(host(inputs), plain(inputs))
