@@ -11,8 +11,8 @@ from torch import Tensor
 
 import esper
 from esper.growth import add_slots
-from esper.growth.config import BudgetConfig, GrowthConfig, GrowthError, SeedOptimizerConfig
-from esper.growth.lifecycle.stages import Action, Fossilize, Germinate, Stage
+from esper.growth.config import BudgetConfig, GrowthConfig, GrowthError, LifecycleConfig, SeedOptimizerConfig
+from esper.growth.lifecycle.stages import Action, Advance, Fossilize, Germinate, Stage
 from esper.growth.seeds.width import WidthSeed
 from tests.growth.builders import QUICK, Loop, MakeOptimizer, Script, adamw, assert_same, make_host, make_loop, plain_losses, sgd
 
@@ -235,3 +235,30 @@ def test_a_fold_that_would_change_the_outputs_is_undone(monkeypatch: pytest.Monk
     assert_same(loop.slotted.state_dict(), state)
     assert_same(loop.optimizer.state_dict(), moments)
     loop.epoch()
+
+
+def test_a_seed_in_the_shadow_does_not_come_between_units_that_others_read() -> None:
+    """It germinates before the second seed behind the first, which is kept later, and blends in after it."""
+    actions: dict[int, list[Action]] = {
+        0: [Germinate("first", "now", "widen_50"), Germinate("second", "now", "widen_50")],
+        2: [Advance("first", "it has learned")],
+        5: [Fossilize("first", "it pays")],
+        6: [Germinate("first#2", "again", "widen_50")],
+        8: [Advance("first#2", "it has learned")],
+        9: [Advance("second", "it has learned")],
+    }
+    rules = LifecycleConfig(raise_mode="shadow", training_epochs=1, minimum_health=0.0, blend_epochs=1, holding_epochs=1, embargo_epochs=1)
+    config = GrowthConfig(lifecycle=rules, budget=BudgetConfig(max_parameters=None, max_flops=None))
+    loop = make_loop(Script(actions), config, host=make_host(dropout=0.0), make_optimizer=adamw)
+    loop.val = loop.data
+    loop.grower.begin()
+    loop.epoch(epochs=12)
+    assert not loop.grower.ledger.refused
+    orders = {name: slot.seed.spec.order for name, slot in loop.slotted.slots.items() if slot.seed is not None}
+    assert sorted(orders, key=orders.__getitem__) == ["first", "first#2", "second"]
+    assert loop.slotted.slot("first#2").seed.spec.wide[0].seen_outputs == 4  # type: ignore[union-attr]
+    for slot in loop.slotted.slots.values():
+        slot.is_kept = slot.seed is not None
+    loop.host.eval()
+    before = outputs(loop.slotted)
+    assert torch.allclose(outputs(loop.grower.bake()), before, atol=1e-6)

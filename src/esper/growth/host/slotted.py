@@ -52,7 +52,7 @@ from esper.growth.host.state_dict import CheckStructure, agree, as_model_takes_i
 from esper.growth.host.units import find_units, modules_of, with_units
 from esper.growth.seeds.blueprints import KINDS, blueprints_for, blueprints_of, cost_of, get_blueprint, reason_against
 from esper.growth.seeds.seed import SPEC_KEYS, Blending, Seed, SeedSpec
-from esper.growth.seeds.width import WidePatch, WidthSeed, fold as fold_seeds, make_seed
+from esper.growth.seeds.width import IN_SHADOW, WidePatch, WidthSeed, fold as fold_seeds, make_seed
 from esper.runs.checkpoints import plain_name, plain_names
 from esper.text_table import aligned
 
@@ -185,9 +185,13 @@ class Slotted(Displayed):
 
     def new_seed(self, name: str, blueprint: str, *, random_seed: int, blending: Blending = "add") -> Seed:
         """Build a seed of a blueprint for a slot, and do not plant it."""
-        order = 1 + max((slot.seed.spec.order for slot in self.slots.values() if slot.seed is not None), default=0)
-        modules = dict(self.host.named_modules())
-        return make_seed(self.place(name), blueprint, modules, self._kept_units(), random_seed=random_seed, blending=blending, order=order)
+        modules, kept, order = dict(self.host.named_modules()), self._kept_units(), self.next_order()
+        return make_seed(self.place(name), blueprint, modules, kept, random_seed=random_seed, blending=blending, order=order)
+
+    def next_order(self) -> int:
+        """Return the order of a new width seed, whose units come behind those of all that are connected."""
+        orders = [slot.seed.spec.order for slot in self.slots.values() if slot.seed is not None]
+        return 1 + max((order for order in orders if order < IN_SHADOW), default=0)
 
     def rebuilt_seed(self, name: str, state: Mapping[str, Tensor]) -> Seed:
         """Build the seed of a slot for a state dict of it. The caller loads the weights."""

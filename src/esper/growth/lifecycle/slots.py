@@ -35,6 +35,7 @@ from esper.growth.lifecycle.stages import (
 from esper.growth.measure.contribution import Allowance, allowance, marginal_rent, total
 from esper.growth.seeds.blueprints import REGISTRY, Blueprint, blueprints_for, check_branch, cost_of, get_blueprint, is_built_in, widened_by
 from esper.growth.seeds.seed import GATE_WIDTH, Blending, MakeOptimizer, SeedLearner, group_of
+from esper.growth.seeds.width import IN_SHADOW
 from esper.rng import Streams
 
 Promised = Mapping[tuple[str, str], float]  # (slot, blueprint) -> fall of the loss per step, as estimated by the probe
@@ -482,6 +483,8 @@ class ModuleBackend(SlotBackend):
         if not is_built_in(get_blueprint(plan.blueprint)):
             check_branch(get_blueprint(plan.blueprint), self.place)
         seed = self._slotted.new_seed(self.place.name, plan.blueprint, random_seed=plan.random_seed, blending=plan.blending)
+        if seed.spec.wide and not plan.is_connected:
+            seed.spec = msgspec.structs.replace(seed.spec, order=seed.spec.order + IN_SHADOW)
         learner = self._make_learner(seed, warmup=plan.warmup)
         self.slot.plant(seed, connected=plan.is_connected)
         self.slot.alpha = plan.alpha
@@ -492,6 +495,9 @@ class ModuleBackend(SlotBackend):
         self.learner = None
 
     def connect(self) -> None:
+        seed = self.slot.seed
+        if seed is not None and seed.spec.order >= IN_SHADOW:
+            seed.spec = msgspec.structs.replace(seed.spec, order=self._slotted.next_order())
         self.slot.connect(True)
 
     def keep(self) -> None:

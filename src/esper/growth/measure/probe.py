@@ -52,12 +52,11 @@ from esper.growth.lifecycle.slots import ModuleBackend, SlotLifecycles
 from esper.growth.lifecycle.stages import Cost, Stage
 from esper.growth.seeds.blueprints import build_branch, cost_of, get_blueprint, live_parameters
 from esper.growth.seeds.seed import MakeOptimizer, SeedLearner, group_of
-from esper.growth.seeds.width import WidthSeed
+from esper.growth.seeds.width import CANDIDATE, WidthSeed
 
 STEPS_ALONG = 32  # optimiser steps along the same gradient; a momentum of 0.9 is then within 4 % of its limit
 LEAST_ANSWERS = 2  # least number of steps per candidate; with one, signal and noise cannot be separated
 LEAST_PARAMETERS = 2**20  # a portion may have this many parameters (4 MB) even if the host is smaller
-CANDIDATES = 2**20  # added to the order of width candidates: their units come behind those of all seeds
 Key = tuple[str, str]  # slot, blueprint
 Promises = dict[Key, float]  # estimated fall of the loss per step
 MakeLearner = Callable[[str, nn.Module], SeedLearner]  # (slot, weights) -> learner as a seed in that slot would have
@@ -327,7 +326,7 @@ class Probe:
             assert isinstance(seed, WidthSeed)
             seed.alpha.fill_(1.0)
             seed.is_candidate = True
-            seed.spec = msgspec.structs.replace(seed.spec, order=seed.spec.order + CANDIDATES)
+            seed.spec = msgspec.structs.replace(seed.spec, order=seed.spec.order + CANDIDATE)
             live = [parameter for part in seed.parts if part.back is not None for parameter in part.back.parameters()]
             for parameter in seed.parameters():
                 parameter.requires_grad_(any(parameter is own for own in live))

@@ -36,6 +36,8 @@ from esper.growth.host.units import Layer, axis_of, layer_of, part_of
 from esper.growth.seeds.blueprints import get_blueprint, widened_by
 from esper.growth.seeds.seed import Blending, Seed, SeedSpec, WidePlan
 
+# Added to the orders of seeds that take part in some forward passes only, so that their units come behind those of all others.
+IN_SHADOW, CANDIDATE = 2**19, 2**20
 Kept = Mapping[str, tuple[int, int]]  # module -> inputs and outputs that kept seeds have added to it
 
 
