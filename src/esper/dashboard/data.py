@@ -19,7 +19,7 @@ import msgspec
 
 from esper.dashboard.series import CHANGING, config_of, series_columns, win_rate_ends
 from esper.files import printable, user_cache
-from esper.runs.analysis import ANALYSIS, blueprint_rows, how_measured, read_analysis, seeds_of
+from esper.runs.analysis import ANALYSIS, blueprint_rows, how_measured, read_analysis, seeds_of, slots_in_order
 from esper.runs.catalog import LABELS, Run, differing_settings, find_runs, settings_of
 from esper.runs.compare import NOT_COMPARED, compare_opened, seed_of
 from esper.runs.controller_story import ControllerStory, joined_calibration
@@ -375,7 +375,7 @@ def growth_story(run: Run, twin: Run | None = None) -> dict[str, Any]:
             last[event["slot"]] = {**without_stamp(event), "alpha": alpha} if has_seed else {**empty, "stage": event["stage"]}
     if any(event["why"] != "stopped" for event in index.events("growth_finished")[-1:]):  # the model has only the kept seeds
         last = {slot: view if view["stage"] == "FOSSILIZED" else {"slot": slot, **empty} for slot, view in last.items()}
-    slots = [{"slot": slot, **last.get(slot, empty)} for slot in started.get("slots", [])]
+    slots = [{"slot": slot, **last.get(slot, empty)} for slot in slots_in_order(started.get("slots", []), last)]
     marks = [
         {"epoch": event["epoch"], "what": GROWS[event["stage"]], "slot": event["slot"], "blueprint": event["blueprint"]}
         for event in index.events("stage_entered")

@@ -160,6 +160,21 @@ def _row(name: str, counts: Sequence[_Count]) -> BlueprintRow:
     )
 
 
+def slots_in_order(first: Sequence[str], seen: Iterable[str]) -> list[str]:
+    """Return the slots of a host in the order in which they run: the first ones, and those that opened again at the same places.
+
+    >>> slots_in_order(["a", "b"], ["a", "a#2", "a#3", "b"])
+    ['a', 'a#2', 'a#3', 'b']
+    """
+    ordered = list(first)
+    for name in seen:
+        if name not in ordered:
+            place = name.rpartition("#")[0]
+            numbers = [index for index, other in enumerate(ordered) if other == place or other.rpartition("#")[0] == place]
+            ordered.insert(max(numbers, default=len(ordered) - 1) + 1, name)
+    return ordered
+
+
 def seeds_of(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return every seed of a host with the stages it went through, its outcome, its measured contributions and the reasons.
 

@@ -12,8 +12,9 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
 
 from esper.growth.host.layout import Place, Units
+from esper.growth.host.slots import WidePatch
 from esper.growth.host.units import chains, find_units
-from esper.growth.seeds.width import WidePatch, WidthSeed, fold, plan_of
+from esper.growth.seeds.width import WidthSeed, fold, plan_of
 from tests.growth.host.test_units import Gated, InvertedResidual, Residual, Two
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]

@@ -9,8 +9,8 @@ Starved hosts. A host is starved if its training loss is still high, it does not
 - its loss is expected to end high, by extrapolating the last epochs with a power law of time;
 - the data suffice to train more weights than the host has.
 
-Undertrained hosts. A starved host is left alone if longer training would gain more for the same FLOPs. That is so if its loss will still be
-falling at the end of the training, and the estimated fall by the seeds is not many times as large. The threshold was measured
+Undertrained hosts. A candidate is passed over if longer training would gain more for the same FLOPs. That is so if the host's loss will
+still be falling at the end of the training, and the estimated fall by the seed is not many times as large. The threshold was measured
 (docs/log.md).
 
 Choice of seeds. In every free slot it takes the candidate with the largest estimated fall of the loss within an epoch, minus its rent. All
@@ -26,6 +26,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from esper.growth.config import GrowthConfig, HeuristicConfig
 from esper.growth.lifecycle.stages import (
@@ -154,14 +156,14 @@ class Heuristic:
         if not verdict.is_starved:
             return [], f"leaves the host alone: {verdict.reason}"
         plan = choose(state, self.rules)
-        if not plan:
-            return [], f"nothing that fits would pay, though {verdict.reason}"
-        times = speed_over_longer_training(state, [candidate for _, candidate in plan])
-        if times < self.rules.longer_training:
+        if not plan and (slow := choose(state, self.rules, longer_training=1e-9)):
+            times = max(speed_over_longer_training(state, candidate) for _, candidate in slow)
             return [], (
                 f"leaves the host alone: it is undertrained. For the same FLOPs, seeds would lower the loss {times:.1f} times as much as "
                 f"the host itself at the end of its training, but growing pays from {self.rules.longer_training:g} times on; train longer"
             )
+        if not plan:
+            return [], f"nothing that fits would pay, though {verdict.reason}"
         return [Germinate(name, _why(one, state), one.blueprint) for name, one in plan], f"grows: {verdict.reason}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -292,21 +294,23 @@ def fall_at_the_end(losses: Sequence[float], epochs: int) -> float:
     return power * end / max(epochs, now)
 
 
-def speed_over_longer_training(state: GrowthState, chosen: Sequence[Candidate]) -> float:
-    """Return the ratio of two falls of the loss for the same FLOPs: by these seeds now, and by the host at the end of its training."""
+def speed_over_longer_training(state: GrowthState, candidate: Candidate) -> float:
+    """Return the ratio of two falls of the loss for the same FLOPs: by a seed now, and by the host at the end of its training."""
     assert state.scale is not None
     own = fall_at_the_end(state.scale.above_floor(state.train_losses), state.epochs or UNKNOWN_HORIZON * state.epoch)
-    cost = sum(candidate.cost.flops for candidate in chosen) / max(state.host_cost.flops, 1)  # relative to the host
-    promised = sum(candidate.promise or 0.0 for candidate in chosen) * max(state.steps_per_epoch, 1)
+    cost = candidate.cost.flops / max(state.host_cost.flops, 1)  # relative to the host
+    promised = (candidate.promise or 0.0) * max(state.steps_per_epoch, 1)
     return promised / (own * cost) if own * cost > 0 else math.inf
 
 
-def choose(state: GrowthState, rules: HeuristicConfig) -> list[tuple[str, Candidate]]:
+def choose(state: GrowthState, rules: HeuristicConfig, *, longer_training: float | None = None) -> list[tuple[str, Candidate]]:
     """Return the (slot, candidate) pairs to grow: the best candidate of every free slot, best slots first, within the budget.
 
-    A further one must pay its rent with what those before it leave of the loss.
+    A further one must pay its rent with what those before it leave of the loss. `longer_training` replaces the rule of this name.
     """
     assert state.scale is not None
+    if longer_training is not None:
+        rules = msgspec.structs.replace(rules, longer_training=longer_training)
     best = [(slot, option) for slot in state.slots if (option := _best(slot, state, rules)) is not None]
     plan = []
     allowed = Allowance(state.seeds_left, state.parameters_left, state.flops_left)
@@ -340,6 +344,11 @@ def _why_not(slot: SlotState, candidate: Candidate, chosen: Mapping[str, str], s
     worth = _worth(candidate, state)
     if worth <= 0:
         return f"an epoch of it would lower the loss by about {figure(worth + candidate.rent, 2)}, its rent is {figure(candidate.rent, 2)}"
+    times = speed_over_longer_training(state, candidate)
+    if times < rules.longer_training:
+        return (
+            f"for the same FLOPs it would lower the loss {times:.1f} times as much as longer training; {rules.longer_training:g} are needed"
+        )
     if slot.place.name in chosen:
         return f"{chosen[slot.place.name]} promises more in this slot"
     best = _best(slot, state, rules)
@@ -364,7 +373,11 @@ def _why(candidate: Candidate, state: GrowthState) -> str:
 
 def _best(slot: SlotState, state: GrowthState, rules: HeuristicConfig) -> Candidate | None:
     """Return the candidate of a slot that is worth most; None if none is worth its rent."""
-    options = [candidate for candidate in _teachable(slot, state, rules) if _worth(candidate, state) > 0]
+    options = [
+        candidate
+        for candidate in _teachable(slot, state, rules)
+        if _worth(candidate, state) > 0 and speed_over_longer_training(state, candidate) >= rules.longer_training
+    ]
     return max(options, key=lambda candidate: _speed(candidate, state), default=None)
 
 

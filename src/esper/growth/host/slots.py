@@ -97,6 +97,39 @@ class ForwardPatch:
             self.inner = types.MethodType(type(self.module).forward, self.module)
 
 
+class WidePatch(ForwardPatch):
+    """Forward of a module of the host that new units pass through. It only calls the module while no width seed is connected.
+
+    Entries of `seeds` are a `WidthSeed`, and its plan and weights for this module; `esper.growth.seeds.width` has what is computed.
+    """
+
+    def __init__(self, *, is_fused: bool = False) -> None:
+        self.seeds: list[tuple[Any, Any, Any]] = []  # in the order of their units
+        self._is_fused = is_fused  # a module around it computes it by a fused kernel in eval mode, unless it has a hook
+        self._handle: RemovableHandle | None = None  # of that hook
+
+    def set_seeds(self, seeds: Sequence[tuple[Any, Any, Any]]) -> None:
+        self.seeds = sorted(seeds, key=lambda entry: entry[0].spec.order)
+        if self._is_fused and self.seeds and self._handle is None:
+            self._handle = self.module.register_forward_pre_hook(keep_running)
+        elif self._handle is not None and not self.seeds:
+            self._handle.remove()
+            self._handle = None
+
+    def detach(self) -> None:
+        super().detach()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        return self.seeds[0][0].pass_through(self, *arguments) if self.seeds else self.inner(*arguments, **named)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out candidates of a probe, which change no output."""
+        return {**super().__getstate__(), "seeds": [entry for entry in self.seeds if not entry[0].is_candidate]}
+
+
 class ModelPatch(ForwardPatch):
     """Patch of the forward of a whole model. It counts the samples of the calls with gradients, and lets a grower record and follow them.
 

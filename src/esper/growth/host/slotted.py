@@ -41,6 +41,7 @@ from esper.growth.host.slots import (
     ModelPatch,
     SeedHome,
     Slot,
+    WidePatch,
     around,
     drop_copied_zero_grad,
     forward_replaced,
@@ -52,7 +53,7 @@ from esper.growth.host.state_dict import CheckStructure, agree, as_model_takes_i
 from esper.growth.host.units import find_units, modules_of, with_units
 from esper.growth.seeds.blueprints import KINDS, blueprints_for, blueprints_of, cost_of, get_blueprint, reason_against
 from esper.growth.seeds.seed import SPEC_KEYS, Blending, Seed, SeedSpec
-from esper.growth.seeds.width import IN_SHADOW, WidePatch, WidthSeed, fold as fold_seeds, make_seed
+from esper.growth.seeds.width import IN_SHADOW, WidthSeed, fold as fold_seeds, make_seed
 from esper.runs.checkpoints import plain_name, plain_names
 from esper.text_table import aligned
 

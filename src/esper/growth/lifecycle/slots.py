@@ -72,6 +72,7 @@ class SlotLifecycles(Generic[AnyBackend]):
             name: options_for(backend.place, config) for name, backend in self.backends.items()
         }
         self._prices: dict[tuple[str, str], tuple[Blueprint, Cost]] = {}  # cache of `price`, by slot and blueprint
+        self._positions = {name: backend.place.positions for name, backend in self.backends.items()}
 
     # Moves
 
@@ -151,14 +152,14 @@ class SlotLifecycles(Generic[AnyBackend]):
             return None
         behind = {key: self.backends.pop(key) for key in list(self.backends)[list(self.backends).index(name) + 1 :]}
         self.backends |= {backend.place.name: backend, **behind}
-        self.options[backend.place.name] = self.options[name]
+        self.options[backend.place.name], self._positions[backend.place.name] = self.options[name], self._positions[name]
         backend.set_loss_unit(self.unit)
         return backend.place.name
 
     def _shut(self, name: str) -> None:
         """Remove a slot that was opened again."""
         self.backends.pop(name).close()
-        del self.options[name]
+        del self.options[name], self._positions[name]
 
     def withdraw(self, name: str, reason: str) -> None:
         """Prune a seed gradually: lower alpha to 0 first, so that the host adapts. Without anything to lower, prune it at once."""
@@ -414,7 +415,7 @@ class SlotLifecycles(Generic[AnyBackend]):
 
     def _candidates(self, name: str, promises: Promised, added: Cost, allowed: Allowance) -> tuple[Candidate, ...]:
         """Return the blueprints that fit the slot and the rest of the budget."""
-        positions = self.backends[name].place.positions
+        positions = self._positions[name]
         found = []
         for blueprint in self.options[name]:
             cost = self.price(name, blueprint.name)

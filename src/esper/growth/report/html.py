@@ -19,7 +19,7 @@ from esper.growth.lifecycle.stages import OCCUPIED, Stage
 from esper.growth.report import summary
 from esper.growth.report.story import Remark, Story, read_story
 from esper.runs import page
-from esper.runs.analysis import sections_about_seeds, seeds_of
+from esper.runs.analysis import sections_about_seeds, seeds_of, slots_in_order
 from esper.runs.catalog import Run
 from esper.runs.folder import CONFIG, EVENTS, TWIN, RunError
 from esper.runs.page import LEFT, RIGHT, WIDTH, Line, Mark, Scale, chart, note, section, table, ticks, tiles
@@ -222,11 +222,11 @@ ABOUT_NETWORK = (
 def network_drawing(story: Story) -> str:
     """Draw the slots in order with stage, blueprint, alpha, age, and the cost of removing the seed with its interval."""
     views = {view.slot: view for view in story.epochs[-1].slots}
-    names = list(story.started.slots) if story.started is not None else list(views)
+    names = slots_in_order([] if story.started is None else story.started.slots, views)
     if names and not views:
         return note("The log has no details of slots. Train with --telemetry normal to see them.")
     items: list[SlotView | int] = []  # a number stands for that many empty slots
-    for name in [*names, *(name for name in views if name not in names)]:
+    for name in names:
         view = views.get(name)
         if view is not None and (len(views) <= _MAX_EMPTY or not _is_empty(view, story)):
             items.append(view)

@@ -28,10 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from esper.growth.host.layout import Place, Through, Units
-from esper.growth.host.slots import ForwardPatch, keep_running
+from esper.growth.host.slots import WidePatch
 from esper.growth.host.units import Layer, axis_of, layer_of, part_of
 from esper.growth.seeds.blueprints import get_blueprint, widened_by
 from esper.growth.seeds.seed import Blending, Seed, SeedSpec, WidePlan
@@ -176,6 +175,10 @@ class WidthSeed(Seed):
     def forward(self, h: Tensor) -> Tensor:
         return h  # the patches of the host's modules apply the seed
 
+    def pass_through(self, patch: WidePatch, given: Tensor) -> Tensor:
+        """Compute what a module does with wide inputs, for all seeds that are connected there."""
+        return pass_through(patch, given)
+
     def connect(self, patches: Mapping[str, Any], is_connected: bool) -> None:
         """Put the new units into the host's tensors, or take them out. `patches` are `WidePatch`es by the name of their module."""
         for plan, part in zip(self.spec.wide, self.parts, strict=True):
@@ -184,66 +187,39 @@ class WidthSeed(Seed):
             patch.set_seeds([*others, (self, plan, part)] if is_connected else others)
 
 
-class WidePatch(ForwardPatch):
-    """Forward of a module of the host that new units pass through. It only calls the module while no seed is connected."""
-
-    def __init__(self, *, is_fused: bool = False) -> None:
-        self.seeds: list[tuple[WidthSeed, WidePlan, WidePart]] = []  # in the order of their units
-        self._is_fused = is_fused  # a module around it computes it by a fused kernel in eval mode, unless it has a hook
-        self._handle: RemovableHandle | None = None  # of that hook
-
-    def set_seeds(self, seeds: Sequence[tuple[WidthSeed, WidePlan, WidePart]]) -> None:
-        self.seeds = sorted(seeds, key=lambda entry: entry[0].spec.order)
-        if self._is_fused and self.seeds and self._handle is None:
-            self._handle = self.module.register_forward_pre_hook(keep_running)
-        elif self._handle is not None and not self.seeds:
-            self._handle.remove()
-            self._handle = None
-
-    def detach(self) -> None:
-        super().detach()
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
-    def forward(self, *arguments: Any, **named: Any) -> Any:
-        if not self.seeds:
-            return self.inner(*arguments, **named)
-        (given,) = arguments
-        if given.is_nested:  # sequences without padding, which torch's transformer encoder passes on in eval mode
-            return torch.nested.as_nested_tensor([self.forward(sequence.unsqueeze(0)).squeeze(0) for sequence in given.unbind()])
-        axis = self.seeds[0][1].axis or axis_of(self.module)
-        sizes = [plan.inputs for _, plan, _ in self.seeds]
-        host, *parts = given.split([given.shape[axis] - sum(sizes), *sizes], axis)
-        # A copy in the layout of the host's own tensors, so that the layer computes the same bits as without new units.
-        host = host.clone(memory_format=torch.preserve_format) if sum(sizes) else given
-        own = host.shape[axis]
-        output, made = self.inner(host), list[Tensor]()
-        for (seed, plan, part), x_new in zip(self.seeds, parts, strict=True):
-            if seed.training != self.module.training and not torch.compiler.is_compiling():
-                seed.train(self.module.training)
-            if part.own is not None:
-                with _own_random_numbers(part.own, x_new):
-                    made.append(part.own(x_new))
-                continue
-            if part.back is not None:
-                read = (seed.alpha * part.back(x_new)).to(output.dtype)
-                if plan.seen_outputs:
-                    sizes = _leading([new.shape[axis] for new in made], plan.seen_outputs)
-                    read, *others = read.split([output.shape[axis], *sizes], axis)
-                    made[: len(others)] = [new + other for new, other in zip(made, others, strict=False)]
-                output = output + read
-            if part.new is not None:
-                new = part.new(given.narrow(axis, 0, own + plan.seen_inputs) if plan.seen_inputs else host)
-                made.append(new if part.inner is None else new + part.inner(x_new))
-        if not made:
-            return output
-        is_compiling = torch.compiler.is_compiling()  # compiled code has an order of its own
-        return torch.cat([output if is_compiling else _WithDenseGradient.apply(output), *made], axis)  # type: ignore[no-untyped-call]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out candidates of a probe, which change no output."""
-        return {**super().__getstate__(), "seeds": [entry for entry in self.seeds if not entry[0].is_candidate]}
+def pass_through(patch: WidePatch, given: Tensor) -> Tensor:
+    """Return the wide output of a module, given its wide input. Seeds are connected there, see `WidePatch`."""
+    if given.is_nested:  # sequences without padding, which torch's transformer encoder passes on in eval mode
+        return torch.nested.as_nested_tensor([patch.forward(sequence.unsqueeze(0)).squeeze(0) for sequence in given.unbind()])
+    axis = patch.seeds[0][1].axis or axis_of(patch.module)
+    sizes = [plan.inputs for _, plan, _ in patch.seeds]
+    host, *parts = torch.split(given, [given.shape[axis] - sum(sizes), *sizes], axis)
+    # A copy in the layout of the host's own tensors, so that the layer computes the same bits as without new units.
+    host = host.clone(memory_format=torch.preserve_format) if sum(sizes) else given
+    own = host.shape[axis]
+    output: Tensor = patch.inner(host)
+    made: list[Tensor] = []
+    for (seed, plan, part), x_new in zip(patch.seeds, parts, strict=True):
+        if seed.training != patch.module.training and not torch.compiler.is_compiling():
+            seed.train(patch.module.training)
+        if part.own is not None:
+            with _own_random_numbers(part.own, x_new):
+                made.append(part.own(x_new))
+            continue
+        if part.back is not None:
+            read = (seed.alpha * part.back(x_new)).to(output.dtype)
+            if plan.seen_outputs:
+                leading = _leading([new.shape[axis] for new in made], plan.seen_outputs)
+                read, *others = read.split([output.shape[axis], *leading], axis)
+                made[: len(others)] = [new + other for new, other in zip(made, others, strict=False)]
+            output = output + read
+        if part.new is not None:
+            new = part.new(given.narrow(axis, 0, own + plan.seen_inputs) if plan.seen_inputs else host)
+            made.append(new if part.inner is None else new + part.inner(x_new))
+    if not made:
+        return output
+    is_compiling = torch.compiler.is_compiling()  # compiled code has an order of its own
+    return torch.cat([output if is_compiling else _WithDenseGradient.apply(output), *made], axis)  # type: ignore[no-untyped-call]
 
 
 def _own_random_numbers(module: nn.Module, x: Tensor) -> AbstractContextManager[None]:
