@@ -8,7 +8,8 @@ Arms, paired over seeds (same first weights, same data order):
     heuristic   grows as the heuristic controller decides
     never       the same host, which never grows
     longer      the same host, trained for so many epochs that it costs at least the FLOPs of the heuristic's run
-    final       what the heuristic has kept is there from the start, born as the identity too; it costs at most those FLOPs
+    final       what the heuristic has kept is there from the start, born as the identity too; it costs at most those FLOPs. Left out for
+                a seed whose host grew again behind a kept seed: such seeds cannot be there from the start
     schedule    the largest usual seed in every slot after a tenth of the training
     random      seeds, slots and times drawn from a hat
 
@@ -37,7 +38,7 @@ def run_seed(setting: Setting, host: str, seed: int, arms: list[str], have: Arms
     """The arms of one seed that are not there yet."""
     runs, made = dict(have), []
     for arm in arms:
-        if arm not in runs:
+        if arm not in runs and not (arm == "final" and _grew_again(runs["heuristic"])):
             runs[arm] = {"arm": arm, "host": host, **run_arm(setting, host, arm, seed, runs)}
             made.append(runs[arm])
     return made
@@ -71,6 +72,10 @@ def final(setting: Setting, runs: Arms, run: Callable[[Planned, int], Record]) -
         epochs -= 1
         record = run(Planned(plan), epochs)
     return record
+
+
+def _grew_again(run: Record) -> bool:
+    return any("#" in seed["slot"] for seed in run["seeds"] if _is_kept(seed))
 
 
 def _is_kept(seed: Record) -> bool:
