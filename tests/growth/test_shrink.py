@@ -194,6 +194,7 @@ def test_growing_wider_and_folding_are_events() -> None:
     loop = loop_of("widen_50_chain")
     (widened,) = [event for event in loop.events if isinstance(event, Widened)]
     assert (widened.slot, widened.blueprint, widened.units) == ("first", "widen_50_chain", {"first": 4, "second.0": 4})
+    assert widened.before == {"first": 8, "second.0": 8}
     loop.grower.bake()
     (folded,) = [event for event in loop.events if isinstance(event, Folded)]
     assert folded.layers == {"first": [6, 12], "second.0": [12, 12], "head": [12, 3]}

@@ -132,6 +132,7 @@ class Widened(Event, tag="widened"):
     slot: str
     blueprint: str
     units: dict[str, int]  # layer -> units that the seed adds
+    before: dict[str, int] = {}  # layer -> units of the host and of kept seeds that were there
 
 
 class Folded(Event, tag="folded"):

@@ -34,10 +34,11 @@ from esper.growth.events import (
     SlotView,
     StageEntered,
     TwinCompared,
+    Widened,
 )
 from esper.growth.lifecycle.ledger import ANALYTICS_HEADING, LEDGER_HEADING, analytics_rows, gain_in_words, ledger_rows
 from esper.growth.lifecycle.stages import OCCUPIED, Decision, Fossilize, Germinate, GrowthState, Prune, Stage
-from esper.growth.report.html import render, write_report
+from esper.growth.report.html import render, width_drawing, write_report
 from esper.growth.report.story import Story, read_story
 from esper.growth.report.summary import (
     about_chance,
@@ -480,3 +481,27 @@ from esper.growth.report.html import write_report
 write_report({str(tmp_path)!r})
 print({{"torch", "matplotlib"}} & set(sys.modules))"""
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"
+
+
+def test_layers_that_became_wider_are_drawn_with_the_units_of_every_seed_that_is_there() -> None:
+    story = Story()
+    for epoch, slot, stage in ((4, "a", "FOSSILIZED"), (8, "a#2", "HOLDING"), (9, "b", "PRUNED")):
+        before = {NASTY: 8 if epoch == 4 else 16, "head": 3}
+        story.take(
+            Widened(
+                epoch=epoch, slot=slot, blueprint="widen_100", units={NASTY: 8, "head": 1} if epoch == 4 else {NASTY: 16}, before=before
+            )
+        )
+        for entered in ("GERMINATED", "HOLDING", stage):
+            story.take(StageEntered(epoch=epoch, slot=slot, blueprint="widen_100", stage=entered, reason="test"))
+    drawing = width_drawing(story)
+    assert NASTY not in drawing
+    texts = [unescape(text) for text in re.findall(r"<text[^>]*>(.*?)</text>", drawing)]
+    assert texts == [f"{NASTY if len(NASTY) <= 36 else '…' + NASTY[-35:]}: 8 + 8 + 16 units", "head: 3 + 1 units"]
+    assert re.findall(r"fill=\"var\(--(\w+)\)\"><title>([^<]*)", drawing) == [
+        ("soft", "8 units at first"),
+        ("fossilized", "8 units by widen_100 after epoch 4"),
+        ("holding", "16 units by widen_100 after epoch 8"),
+        ("soft", "3 units at first"),
+        ("fossilized", "1 unit by widen_100 after epoch 4"),
+    ]

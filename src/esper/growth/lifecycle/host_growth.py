@@ -381,8 +381,9 @@ class HostGrowth(Generic[AnyBackend]):
         """Execute an action that has passed its gate, and emit the event of a host that becomes wider or smaller."""
         backend = self.lifecycles.backends[action.slot]
         if isinstance(action, Germinate) and (blueprint := get_blueprint(action.blueprint)).share is not None:
-            units = {one.name: one.added(blueprint.share) for one in widened_by(blueprint, backend.place_now())}
-            self.emit(Widened(epoch=self.epoch, slot=action.slot, blueprint=action.blueprint, units=units))
+            chain = widened_by(blueprint, backend.place_now())
+            units, before = {one.name: one.added(blueprint.share) for one in chain}, {one.name: one.width + one.kept for one in chain}
+            self.emit(Widened(epoch=self.epoch, slot=action.slot, blueprint=action.blueprint, units=units, before=before))
         if isinstance(action, Shrink):
             view = self.lifecycles.view(action.slot, {})
             assert view.contribution is not None  # the gate has asked for it

@@ -37,6 +37,7 @@ from esper.text_table import figure
 
 REPORT = "report.html"
 _MAX_EMPTY = 8  # slots that are all shown; of more, empty ones in a row are only counted
+ABOUT_WIDTHS = "Grey: the units at first. Green: units of kept seeds. Blue: units of seeds on probation."
 _NAME_WIDTH = 36  # characters of a slot's name in a drawing
 
 
@@ -71,6 +72,8 @@ def render(story: Story, twin: Story | None, *, title: str, rent: RentConfig, ru
         metrics = dict.fromkeys(name for epoch in story.epochs for name in epoch.metrics)
         parts += [section(f"Validation {name}", metric_chart(name, story, twin)) for name in metrics]
         parts.append(section("The network now", network_drawing(story)))
+        if story.widened:
+            parts.append(section("Layers that became wider", width_drawing(story), note(ABOUT_WIDTHS)))
         if story.seeds:
             parts.append(section("Lives of the seeds", lives_drawing(story), *([_every_stage(run)] if run is not None else [])))
             parts.append(section("Gain against size", in_grid(gain_charts(story, twin)), note(_about_gain(twin))))
@@ -246,6 +249,34 @@ def network_drawing(story: Story) -> str:
     for index, item in enumerate(items):
         parts += _slot_drawing(item, story, 32 + index * row, spine, gains)
     return f"<figure>{_svg(height, parts, 'the network and its slots')}</figure>{note(ABOUT_NETWORK)}"
+
+
+def width_drawing(story: Story) -> str:
+    """Draw a bar for every layer that got new units: those at first, and behind them those of each seed that is still there."""
+    born = {(seed.slot, seed.born): seed for seed in story.seeds}
+    layers: dict[str, list[tuple[int, str, str]]] = {}  # layer -> (units, colour, words)
+    for event in story.widened:
+        seed = born.get((event.slot, event.epoch))
+        if seed is not None and seed.outcome not in ("kept", "living"):
+            continue
+        colour = "fossilized" if seed is not None and seed.outcome == "kept" else "holding"
+        for layer, units in event.units.items():
+            first = event.before.get(layer, 0)
+            bars = layers.setdefault(layer, [(first, "soft", f"{summary.counted(first, 'unit')} at first")])
+            bars.append((units, colour, f"{summary.counted(units, 'unit')} by {event.blueprint} after epoch {event.epoch}"))
+    row, left = 44, 24
+    widths = Scale(0, max((sum(units for units, _, _ in bars) for bars in layers.values()), default=1), left, WIDTH - RIGHT)
+    parts = []
+    for index, (layer, bars) in enumerate(layers.items()):
+        y, done = index * row, 0
+        numbers = " + ".join(str(units) for units, _, _ in bars)
+        parts.append(f'<text x="{left}" y="{y + 16}">{escape(_shortened(layer))}: {numbers} units</text>')
+        for units, colour, words in bars:
+            start, end = widths(done), widths(done + units)
+            bar = f'<rect x="{start + 1:.1f}" y="{y + 22}" width="{max(end - start - 2, 1):.1f}" height="12" fill="var(--{colour})">'
+            parts.append(_titled(bar, words, "rect"))
+            done += units
+    return f"<figure>{_svg(row * len(layers), parts, 'layers that became wider')}</figure>"
 
 
 def _is_empty(view: SlotView, story: Story) -> bool:

@@ -18,6 +18,7 @@ from esper.growth.events import (
     SlotView,
     StageEntered,
     TwinCompared,
+    Widened,
 )
 from esper.growth.lifecycle.ledger import Outcome
 from esper.growth.lifecycle.stages import LIVING, OCCUPIED, Stage
@@ -69,6 +70,7 @@ class Story:
     refused: list[ActionRefused] = field(default_factory=list)
     probes: list[Probed] = field(default_factory=list)
     passed_over: list[PassedOver] = field(default_factory=list)
+    widened: list[Widened] = field(default_factory=list)
     remarks: list[Remark] = field(default_factory=list)  # equal ones in a row are one
     finished: GrowthFinished | None = None
     tested: FinalTest | None = None
@@ -108,6 +110,8 @@ class Story:
                 self.probes.append(event)
             case PassedOver():
                 self.passed_over.append(event)
+            case Widened():
+                self.widened.append(event)
             case Anomaly():
                 self._remark(event.step, event.in_words(), is_trouble=not event.has_ended)
             case GrowthFinished():
