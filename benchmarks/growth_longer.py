@@ -75,7 +75,8 @@ class Watched:
     def decide(self, state: GrowthState) -> Decision:
         decision = self.heuristic.decide(state)
         if self.speed is None and any(isinstance(action, Germinate) for action in decision.actions):
-            self.speed = speed_over_longer_training(state, [candidate for _, candidate in choose(state, self.heuristic.rules)])
+            chosen = [candidate for _, candidate in choose(state, self.heuristic.rules)]
+            self.speed = min((speed_over_longer_training(state, candidate) for candidate in chosen), default=0.0)
         return decision
 
 
