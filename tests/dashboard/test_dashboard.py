@@ -224,6 +224,17 @@ def test_the_page_of_a_growth_run_tells_the_lives_of_its_seeds(runs: Path, tmp_p
     assert not [seed for seed in page["growth"]["seeds"] if seed["outcome"] == "living"]
 
 
+def test_a_seed_that_widens_layers_is_told_from_one_in_depth(runs: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(runs / "rate-0.01-0", tmp_path / "runs" / "wide"))
+    for is_wide in (False, True):
+        page = Watcher(tmp_path / "runs", cache=tmp_path / f"cache-{is_wide}").page(name_in_address(folder))
+        assert page is not None
+        assert [(slot["slot"], slot["kind"]) for slot in page["growth"]["slots"]] == [("a", "width" if is_wide else "depth")]
+        line = {**lines_of(folder)[-1], "kind": "widened", "epoch": 2, "slot": "a", "blueprint": "norm", "units": {"conv": 4}}
+        with (folder / EVENTS).open("a") as file:
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
 def test_series_are_sent_once_then_only_what_is_new_and_never_too_many(runs: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(runs / "many", tmp_path / "runs" / "many"))
     watcher, name, label = Watcher(tmp_path / "runs", cache=tmp_path / "cache"), name_in_address(folder), "update/value_loss"

@@ -376,6 +376,8 @@ def growth_story(run: Run, twin: Run | None = None) -> dict[str, Any]:
     if any(event["why"] != "stopped" for event in index.events("growth_finished")[-1:]):  # the model has only the kept seeds
         last = {slot: view if view["stage"] == "FOSSILIZED" else {"slot": slot, **empty} for slot, view in last.items()}
     slots = [{"slot": slot, **last.get(slot, empty)} for slot in slots_in_order(started.get("slots", []), last)]
+    wider = {(event["slot"], event["blueprint"]) for event in index.events("widened")}
+    slots = [{**slot, "kind": "width" if (slot["slot"], slot["blueprint"]) in wider else "depth"} for slot in slots]
     marks = [
         {"epoch": event["epoch"], "what": GROWS[event["stage"]], "slot": event["slot"], "blueprint": event["blueprint"]}
         for event in index.events("stage_entered")
