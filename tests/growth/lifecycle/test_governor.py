@@ -301,6 +301,6 @@ def test_the_spread_is_that_of_the_noise_whatever_the_trend() -> None:
 @given(st.lists(st.floats(0.0, 10), min_size=5, max_size=20), st.floats(1e-6, 1e6))
 def test_the_limit_scales_with_the_unit_of_the_losses(losses: list[float], factor: float) -> None:
     limit = spike_limit(losses, sigmas=6.0, may_drift=False, scale=LossRange.of(2.3))
-    assert limit >= 1.9 * min(losses)
+    assert limit >= 1.9 * min(losses) * (1 - 1e-12)  # up to rounding
     there = spike_limit([loss * factor for loss in losses], sigmas=6.0, may_drift=False, scale=LossRange.of(2.3 * factor))
     assert there == pytest.approx(limit * factor)
