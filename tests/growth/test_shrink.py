@@ -164,7 +164,7 @@ def test_units_that_a_later_seed_reads_are_removed_last() -> None:
     for name in ("first", "first#2"):
         for parameter in loop.slotted.slot(name).seed.parameters():  # type: ignore[union-attr]
             parameter.data.zero_()
-    assert "'first#2' reads its units" in loop.slotted.reader_of("first")
+    assert "'first#2' reads its units" in loop.slotted.why_not_removed("first")
     assert loop.grower.shrink(lambda: evaluation(loop)) == ["first#2", "first"]
 
 

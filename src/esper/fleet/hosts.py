@@ -32,7 +32,6 @@ from esper.growth.lifecycle.slots import SlotLifecycles
 from esper.growth.lifecycle.stages import Contribution, Decision, Stage
 from esper.growth.measure.contribution import Losses, gain_of
 from esper.growth.measure.probe import Promises
-from esper.growth.seeds.seed import Blending
 
 
 class SlotRows(Protocol):
@@ -98,7 +97,7 @@ class RowBackend(SlotBackend):
             "skipped": self.skipped,
         }
 
-    def load_seed_state(self, state: dict[str, Any], life: Life, blending: Blending) -> None:
+    def load_seed_state(self, state: dict[str, Any], life: Life) -> None:
         self._has_seed, self._is_connected, self._alpha = state["has_seed"], state["is_connected"], state["alpha"]
         self.norms = list(state["norms"])
         self.skipped = state.get("skipped", 0)  # older files do not have it

@@ -89,7 +89,7 @@ class Units:
         return max(round((self.width + self.kept) * share / self.step), 1) * self.step
 
     def beside(self, kept: Mapping[str, tuple[int, int]]) -> Units:
-        """Return the units with those that seeds have added. `kept` maps modules to the inputs and outputs that were added to them."""
+        """Return the units as they are beside kept seeds. `kept` maps each module to the inputs and outputs that these seeds have added."""
         sizes = []
         for name, size in self.sizes:
             inputs, outputs = kept.get(name, (0, 0))

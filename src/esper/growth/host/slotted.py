@@ -199,8 +199,8 @@ class Slotted(Displayed):
         spec = SeedSpec.from_tensor(next(state[key] for key in SPEC_KEYS if key in state))
         return build_seed(self.place(name), spec, dict(self.host.named_modules()))
 
-    def reader_of(self, name: str) -> str:
-        """Return a sentence that names a seed which reads the units of the width seed in a slot; "" if there is none."""
+    def why_not_removed(self, name: str) -> str:
+        """Return why the seed in a slot cannot be removed yet: another seed reads its units. Return "" if none does."""
         own = self.slot(name).seed
         if own is None or not own.spec.wide:
             return ""

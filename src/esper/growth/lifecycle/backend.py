@@ -138,5 +138,5 @@ class SlotBackend(ABC):
         """Return the weights, optimiser state and alpha of the seed; `life` is saved separately."""
 
     @abstractmethod
-    def load_seed_state(self, state: dict[str, Any], life: Life, blending: Blending) -> None:
+    def load_seed_state(self, state: dict[str, Any], life: Life) -> None:
         """Restore the seed. `life` belongs to `state`; `self.life` is still the previous one, and the caller replaces it afterwards."""

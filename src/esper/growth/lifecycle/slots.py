@@ -34,7 +34,7 @@ from esper.growth.lifecycle.stages import (
 )
 from esper.growth.measure.contribution import Allowance, allowance, marginal_rent, total
 from esper.growth.seeds.blueprints import REGISTRY, Blueprint, blueprints_for, check_branch, cost_of, get_blueprint, is_built_in, widened_by
-from esper.growth.seeds.seed import GATE_WIDTH, Blending, MakeOptimizer, SeedLearner, group_of
+from esper.growth.seeds.seed import GATE_WIDTH, MakeOptimizer, SeedLearner, group_of
 from esper.growth.seeds.width import IN_SHADOW
 from esper.rng import Streams
 
@@ -441,7 +441,7 @@ class SlotLifecycles(Generic[AnyBackend]):
             self._open_again(next(last for last, backend in reversed(self.backends.items()) if backend.place.module == module))
         for name, saved in state.items():
             backend, life = self.backends[name], msgspec.convert(saved["life"], Life)
-            backend.load_seed_state(saved, life, self.config.lifecycle.blending)
+            backend.load_seed_state(saved, life)
             backend.life = life
 
 
@@ -508,7 +508,7 @@ class ModuleBackend(SlotBackend):
         return self._slotted.place(self.place.name)
 
     def why_not_removed(self) -> str:
-        return self._slotted.reader_of(self.place.name)
+        return self._slotted.why_not_removed(self.place.name)
 
     def open_again(self) -> ModuleBackend:
         return ModuleBackend(self._slotted.open_again(self.place.name), self._slotted, self._optimizer, self._config, self._make)
@@ -532,7 +532,7 @@ class ModuleBackend(SlotBackend):
             "is_connected": self.slot.is_connected,
         }
 
-    def load_seed_state(self, state: dict[str, Any], life: Life, blending: Blending) -> None:
+    def load_seed_state(self, state: dict[str, Any], life: Life) -> None:
         if state["seed"] is None:
             self.uproot()
             return

@@ -175,9 +175,40 @@ class WidthSeed(Seed):
     def forward(self, h: Tensor) -> Tensor:
         return h  # the patches of the host's modules apply the seed
 
-    def pass_through(self, patch: WidePatch, given: Tensor) -> Tensor:
-        """Compute what a module does with wide inputs, for all seeds that are connected there."""
-        return pass_through(patch, given)
+    @staticmethod
+    def pass_through(patch: WidePatch, given: Tensor) -> Tensor:
+        """Return the wide output of a module, given its wide input, for all seeds that are connected there."""
+        if given.is_nested:  # sequences without padding, which torch's transformer encoder passes on in eval mode
+            return torch.nested.as_nested_tensor([patch.forward(sequence.unsqueeze(0)).squeeze(0) for sequence in given.unbind()])
+        axis = patch.seeds[0][1].axis or axis_of(patch.module)
+        sizes = [plan.inputs for _, plan, _ in patch.seeds]
+        host, *parts = torch.split(given, [given.shape[axis] - sum(sizes), *sizes], axis)
+        # A copy in the layout of the host's own tensors, so that the layer computes the same bits as without new units.
+        host = host.clone(memory_format=torch.preserve_format) if sum(sizes) else given
+        own = host.shape[axis]
+        output: Tensor = patch.inner(host)
+        made: list[Tensor] = []
+        for (seed, plan, part), x_new in zip(patch.seeds, parts, strict=True):
+            if seed.training != patch.module.training and not torch.compiler.is_compiling():
+                seed.train(patch.module.training)
+            if part.own is not None:
+                with _own_random_numbers(part.own, x_new):
+                    made.append(part.own(x_new))
+                continue
+            if part.back is not None:
+                read = (seed.alpha * part.back(x_new)).to(output.dtype)
+                if plan.seen_outputs:
+                    leading = _leading([new.shape[axis] for new in made], plan.seen_outputs)
+                    read, *others = read.split([output.shape[axis], *leading], axis)
+                    made[: len(others)] = [new + other for new, other in zip(made, others, strict=False)]
+                output = output + read
+            if part.new is not None:
+                new = part.new(given.narrow(axis, 0, own + plan.seen_inputs) if plan.seen_inputs else host)
+                made.append(new if part.inner is None else new + part.inner(x_new))
+        if not made:
+            return output
+        is_compiling = torch.compiler.is_compiling()  # compiled code has an order of its own
+        return torch.cat([output if is_compiling else _WithDenseGradient.apply(output), *made], axis)  # type: ignore[no-untyped-call]
 
     def connect(self, patches: Mapping[str, Any], is_connected: bool) -> None:
         """Put the new units into the host's tensors, or take them out. `patches` are `WidePatch`es by the name of their module."""
@@ -185,41 +216,6 @@ class WidthSeed(Seed):
             patch: WidePatch = patches[plan.module]
             others = [entry for entry in patch.seeds if entry[0] is not self]
             patch.set_seeds([*others, (self, plan, part)] if is_connected else others)
-
-
-def pass_through(patch: WidePatch, given: Tensor) -> Tensor:
-    """Return the wide output of a module, given its wide input. Seeds are connected there, see `WidePatch`."""
-    if given.is_nested:  # sequences without padding, which torch's transformer encoder passes on in eval mode
-        return torch.nested.as_nested_tensor([patch.forward(sequence.unsqueeze(0)).squeeze(0) for sequence in given.unbind()])
-    axis = patch.seeds[0][1].axis or axis_of(patch.module)
-    sizes = [plan.inputs for _, plan, _ in patch.seeds]
-    host, *parts = torch.split(given, [given.shape[axis] - sum(sizes), *sizes], axis)
-    # A copy in the layout of the host's own tensors, so that the layer computes the same bits as without new units.
-    host = host.clone(memory_format=torch.preserve_format) if sum(sizes) else given
-    own = host.shape[axis]
-    output: Tensor = patch.inner(host)
-    made: list[Tensor] = []
-    for (seed, plan, part), x_new in zip(patch.seeds, parts, strict=True):
-        if seed.training != patch.module.training and not torch.compiler.is_compiling():
-            seed.train(patch.module.training)
-        if part.own is not None:
-            with _own_random_numbers(part.own, x_new):
-                made.append(part.own(x_new))
-            continue
-        if part.back is not None:
-            read = (seed.alpha * part.back(x_new)).to(output.dtype)
-            if plan.seen_outputs:
-                leading = _leading([new.shape[axis] for new in made], plan.seen_outputs)
-                read, *others = read.split([output.shape[axis], *leading], axis)
-                made[: len(others)] = [new + other for new, other in zip(made, others, strict=False)]
-            output = output + read
-        if part.new is not None:
-            new = part.new(given.narrow(axis, 0, own + plan.seen_inputs) if plan.seen_inputs else host)
-            made.append(new if part.inner is None else new + part.inner(x_new))
-    if not made:
-        return output
-    is_compiling = torch.compiler.is_compiling()  # compiled code has an order of its own
-    return torch.cat([output if is_compiling else _WithDenseGradient.apply(output), *made], axis)  # type: ignore[no-untyped-call]
 
 
 def _own_random_numbers(module: nn.Module, x: Tensor) -> AbstractContextManager[None]:
@@ -407,9 +403,10 @@ def _widen(tensor: Tensor, shape: Sequence[int], blocks: Sequence[Block], into: 
 
 
 def set_data(tensor: Tensor, data: Tensor) -> None:
-    """Give a tensor other values, of any shape, in place.
+    """Replace the values of a tensor in place. The new ones may have another shape.
 
-    Autograd may still hold an object that adds up gradients of the former shape. It is only dropped if the dtype changes, so this is done.
+    Autograd may still hold the object that adds up gradients of the former shape. It drops this object when the dtype changes, so the dtype
+    is changed for a moment.
     """
     tensor.grad = None
     if tensor.is_floating_point():
