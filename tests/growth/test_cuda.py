@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from esper.growth import Grower, Planned, add_slots, grow
 from esper.growth.lifecycle.stages import Advance, Fossilize, Germinate, Prune
+from esper.tasks import ConvHost
 from tests.conftest import sync_debug_mode
 from tests.growth.builders import (
     QUICK,
@@ -216,3 +217,20 @@ def test_grow_with_half_precision_accumulation_clipping_and_a_schedule_by_steps_
     assert seen == {(torch.float16, "cuda")}
     assert [entry.outcome for entry in grown.ledger.entries] == ["kept"]
     assert grown.val_losses[-1] < grown.val_losses[0]
+
+
+def test_layers_fold_where_convolutions_are_rounded_to_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    host = ConvHost(3, 10, (8, 16, 32), pool=(True, True, True)).cuda()
+    slotted = add_slots(host, torch.randn(4, 3, 32, 32, device="cuda"))
+    slot = slotted.slot("blocks.0")
+    slot.plant(slotted.new_seed("blocks.0", "widen_100_chain", random_seed=0))
+    with torch.no_grad():
+        for parameter in slot.seed.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        slot.seed.alpha.fill_(1.0)
+    slot.connect(True)
+    slot.is_kept = True
+    model = slotted.bake()
+    assert model.blocks[0].conv.out_channels == 16
+    assert torch.backends.cudnn.allow_tf32

@@ -52,6 +52,20 @@ def isolated(model: nn.Module, *, apart_from: Iterable[nn.Module] = ()) -> Itera
         yield
 
 
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """Compute float32 layers on a GPU in full precision.
+
+    With TF32, the same layer with more rows or columns gives results that differ in the fourth digit, so outputs cannot be compared.
+    """
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+
+
 class Isolation:
     """Isolation of many passes, which learns which large buffers (masks, caches) never change and stops copying them.
 

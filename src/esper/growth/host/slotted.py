@@ -35,7 +35,7 @@ from esper.display import Card, Displayed
 from esper.growth.config import GrowthError
 from esper.growth.host.default_slots import choose
 from esper.growth.host.discover import Discovery, call, discover, weights_of
-from esper.growth.host.isolation import eager, is_compiled, isolated, unwrap
+from esper.growth.host.isolation import eager, is_compiled, isolated, unwrap, without_tf32
 from esper.growth.host.layout import Place
 from esper.growth.host.slots import (
     ModelPatch,
@@ -426,7 +426,7 @@ class Slotted(Displayed):
         was, now = next(iter(self._weights.values())), weights_of(self.host, self.host)
         example = as_model_takes_it(self.example_input, was.device, now.device, was.dtype, now.dtype)
         try:
-            with isolated(self.host), torch.no_grad():
+            with isolated(self.host), without_tf32(), torch.no_grad():
                 self.host.eval()
                 return [tensor.detach().clone() for tensor in tensors_in(call(self.host, example))]
         except Exception as error:

@@ -31,7 +31,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from esper.growth.host.discover import Discovery, call, fused_attention
-from esper.growth.host.isolation import isolated
+from esper.growth.host.isolation import isolated, without_tf32
 from esper.growth.host.layout import LayerSize, Reader, Refusal, Through, Units
 from esper.growth.host.slots import Forward, forward_replaced, own_forward, tensors_in
 from esper.growth.seeds.seed import Seed
@@ -139,6 +139,7 @@ def _outputs(host: nn.Module, forwards: Mapping[str, Forward], example_input: An
 
     with ExitStack() as stack:
         stack.enter_context(isolated(host))
+        stack.enter_context(without_tf32())
         stack.enter_context(torch.no_grad())
         stack.enter_context(fused_attention(enabled=False))  # fused kernels call no submodules
         host.eval()
