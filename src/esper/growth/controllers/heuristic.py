@@ -1,7 +1,7 @@
 """The heuristic controller: grows a starved host early, in width and in depth, chooses slots and blueprints by the probe, and keeps seeds
 that pay their rent.
 
-When it checks the host. Once after a tenth of the training, again at once when seeds were kept, and whenever the training loss stops
+When it checks the host. Once after a twentieth of the training, again at once when seeds were kept, and whenever the training loss stops
 falling or jumps up, as long as enough of the training is left. So a host grows in steps until a further one would not pay, or the data do
 not suffice. It requests a probe one epoch before it grows anything.
 
@@ -9,15 +9,18 @@ Starved hosts. A host is starved if its training loss is still high, it does not
 - its loss is expected to end high, by extrapolating the last epochs with a power law of time;
 - the data suffice to train more weights than the host has.
 
-Undertrained hosts. A candidate is passed over if longer training would gain more for the same FLOPs. That is so if the host's loss will
-still be falling at the end of the training, and the estimated fall by the seed is not many times as large. The threshold was measured
-(docs/log.md).
+Undertrained hosts. A candidate is passed over if longer training would gain more for the same FLOPs. That is so if the host's loss would
+fall further by the power law, and the estimated fall by the seed is not many times as large. The threshold was measured (docs/log.md).
 
-Choice of seeds. In every free slot it takes the candidate with the largest estimated fall of the loss within an epoch, minus its rent. All
-of them together cannot lower the loss below its floor: the best candidate comes first, and what it leaves must pay for the next. The data
-must suffice to train that many weights in that place: a convolution sees many positions per sample in a wide feature map, and few in a
-small one. Right before the head it demands many times as much data per weight, because a seed there lowers the training loss fastest of all
-but does not generalise from few samples.
+Choice of seeds. It widens as many layers in a row as it can, and takes the candidates whose first steps would lower the loss fastest, minus
+their rent, at most one per slot. So it takes the largest step in width that the data allow: a large early step ends better than several
+small ones (docs/log.md). Each candidate is credited with half of the remaining loss at most, and what it leaves must pay for the next. A
+further step at most doubles the FLOPs.
+
+Data. The data must suffice to train the weights of a seed in its place: a convolution sees many positions per sample in a wide feature map,
+and few in a small one. Right before the head it demands many times as much data per weight, because a seed there lowers the training loss
+fastest of all but does not generalise from few samples. New units are weighed together with all other weights of the host, see
+`samples_for_width`.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from esper.growth.lifecycle.stages import (
     Advance,
     Candidate,
     Contribution,
+    Cost,
     Decision,
     Fossilize,
     Germinate,
@@ -44,14 +48,16 @@ from esper.growth.lifecycle.stages import (
     SlotState,
     Stage,
 )
-from esper.growth.measure.contribution import Allowance
+from esper.growth.measure.contribution import Allowance, total
 from esper.text_table import figure
 
 FIRST_LOOK = 2  # earliest epoch of the first check
 PATIENCE = 3  # a seed may be pruned after this many times `holding_epochs`, because some seeds become useful late
 LITTLE_BEHIND = 0.1  # a slot is at the end of the host if less than this share of the host's FLOPs comes after it
+MOST_OF_THE_LOSS = 0.5  # a seed lowers the loss by this fraction at most; the first steps of a candidate often promise all of it
 MOST_EPOCHS = 10_000  # search range for the advice on how long to train
 MOST_REASONS = 200  # candidates that a decision says why they were left out, so that its event stays small
+NOTHING = Cost(0, 0)
 UNKNOWN_HORIZON = 10  # if the length of the training is unknown, assume this many times the epochs so far
 
 
@@ -159,8 +165,8 @@ class Heuristic:
         if not plan and (slow := choose(state, self.rules, longer_training=1e-9)):
             times = max(speed_over_longer_training(state, candidate) for _, candidate in slow)
             return [], (
-                f"leaves the host alone: it is undertrained. For the same FLOPs, seeds would lower the loss {times:.1f} times as much as "
-                f"the host itself at the end of its training, but growing pays from {self.rules.longer_training:g} times on; train longer"
+                f"leaves the host alone: it is undertrained. For the same FLOPs, seeds would lower the loss {times:.1f} times as fast as "
+                f"longer training, but growing pays from {self.rules.longer_training:g} times on; train longer"
             )
         if not plan:
             return [], f"nothing that fits would pay, though {verdict.reason}"
@@ -206,7 +212,7 @@ def starvation(state: GrowthState, rules: HeuristicConfig) -> Starvation:
         return Starvation(False, f"{is_now}, below {rules.high_loss:.0%} of the uninformed loss, {figure(scale.uninformed, 2)}")
     if overfits(state, rules):
         return Starvation(False, f"it overfits: validation loss {figure(val, 3)}, training loss {figure(train, 3)}")
-    end = projected_loss(scale.above_floor(state.train_losses), state.epochs or UNKNOWN_HORIZON * state.epoch) + scale.floor
+    end = projected_end(state)
     if scale.relative(end) > rules.projected_loss:
         return Starvation(True, f"{is_now} and going to end at about {figure(end, 3)}")
     if state.samples_per_epoch and state.host_load < state.samples_per_epoch:
@@ -232,6 +238,13 @@ def overfits(state: GrowthState, rules: HeuristicConfig) -> bool:
     """
     assert state.scale is not None
     return min(map(state.scale.relative, state.val_losses[-3:])) - state.scale.relative(state.train_losses[-1]) > rules.overfit_gap
+
+
+def projected_end(state: GrowthState) -> float:
+    """Return the training loss that the host is expected to end with."""
+    assert state.scale is not None
+    above = state.scale.above_floor(state.train_losses)
+    return projected_loss(above, state.epochs or UNKNOWN_HORIZON * state.epoch) + state.scale.floor
 
 
 def projected_loss(losses: Sequence[float], epochs: int) -> float:
@@ -277,53 +290,61 @@ def has_jumped(state: GrowthState, rules: HeuristicConfig) -> str:
     return ""
 
 
-def fall_at_the_end(losses: Sequence[float], epochs: int) -> float:
-    """Return the fall of a loss in the last of `epochs`, by the power law of time through the last two losses.
+def gain_of_longer_training(losses: Sequence[float], epochs: int, times: float) -> float:
+    """Return how much lower a loss would end after `times` as many epochs, by the power law of time through the last two losses.
 
     `losses` are above their floor, one per epoch. The mean loss of an epoch is taken as the loss at its middle.
 
-    >>> round(fall_at_the_end([(epoch + 0.5) ** -0.5 for epoch in range(4)], 100), 6)
-    0.0005
+    >>> round(gain_of_longer_training([(epoch + 0.5) ** -0.5 for epoch in range(4)], 100, 4.0), 6)
+    0.05
     """
     now = len(losses)
     if now < 2 or not 0 < losses[-1] < losses[-2]:
         return 0.0
-    # The derivative of c · t^-power at the end is power · loss(end) / end.
+    # loss(t) = c · t^-power
     power = math.log(losses[-2] / losses[-1]) / math.log((now - 0.5) / (now - 1.5))
     end = losses[-1] * math.exp(-power * math.log(max(epochs, now) / (now - 0.5)))
-    return power * end / max(epochs, now)
+    return -end * math.expm1(-power * math.log(times))
 
 
 def speed_over_longer_training(state: GrowthState, candidate: Candidate) -> float:
-    """Return the ratio of two falls of the loss for the same FLOPs: by a seed now, and by the host at the end of its training."""
+    """Return the ratio of two falls of the loss per epoch: by a seed now, and by longer training of the host for the same FLOPs."""
     assert state.scale is not None
-    own = fall_at_the_end(state.scale.above_floor(state.train_losses), state.epochs or UNKNOWN_HORIZON * state.epoch)
-    cost = candidate.cost.flops / max(state.host_cost.flops, 1)  # relative to the host
+    epochs = state.epochs or UNKNOWN_HORIZON * state.epoch
+    times = 1 + candidate.cost.flops / max(state.host_cost.flops + state.added.flops, 1)  # FLOPs of an epoch with the seed / without
+    own = gain_of_longer_training(state.scale.above_floor(state.train_losses), epochs, times) / epochs
     promised = (candidate.promise or 0.0) * max(state.steps_per_epoch, 1)
-    return promised / (own * cost) if own * cost > 0 else math.inf
+    return promised / own if own > 0 else math.inf
 
 
 def choose(state: GrowthState, rules: HeuristicConfig, *, longer_training: float | None = None) -> list[tuple[str, Candidate]]:
-    """Return the (slot, candidate) pairs to grow: the best candidate of every free slot, best slots first, within the budget.
+    """Return the (slot, candidate) pairs to grow, one per slot, within the budget: long rows of layers first, then fast candidates.
 
     A further one must pay its rent with what those before it leave of the loss. `longer_training` replaces the rule of this name.
     """
     assert state.scale is not None
     if longer_training is not None:
         rules = msgspec.structs.replace(rules, longer_training=longer_training)
-    best = [(slot, option) for slot in state.slots if (option := _best(slot, state, rules)) is not None]
-    plan = []
+    options = [(slot, option) for slot in state.slots for option in _worthy(slot, state, rules)]
+    plan: dict[str, Candidate] = {}
     allowed = Allowance(state.seeds_left, state.parameters_left, state.flops_left)
     left = state.scale.above_floor(state.train_losses)[-1]
-    wider: set[str] = set()  # layers whose units the chosen candidates widen
-    for slot, candidate in sorted(best, key=lambda pair: _speed(pair[1], state), reverse=True):
-        gain = min(_worth(candidate, state) + candidate.rent, left)
-        units = set(candidate.widened)
-        if allowed.refusal(candidate.cost) is None and gain > candidate.rent and not units & wider:
+    chosen, wider = NOTHING, set[str]()  # cost of the plan so far, and the units that it could widen in its slots
+    for slot, candidate in sorted(options, key=lambda pair: (len(pair[1].widened), _speed(pair[1], state)), reverse=True):
+        gain = min(_worth(candidate, state) + candidate.rent, MOST_OF_THE_LOSS * left)
+        # Neighbours in a row are widened by one seed, which has the weights between their new units, or in different steps.
+        reach = _row_of(slot) if candidate.widened else set()
+        is_free = slot.place.name not in plan and not wider & reach and allowed.refusal(candidate.cost) is None
+        if is_free and gain > candidate.rent and _objection(slot, candidate, state, rules, beside=chosen) is None:
             allowed, left = allowed.after(candidate.cost), left - gain
-            wider |= units
-            plan.append((slot.place.name, candidate))
-    return plan
+            chosen, wider = total([chosen, candidate.cost]), wider | reach
+            plan[slot.place.name] = candidate
+    return list(plan.items())
+
+
+def _row_of(slot: SlotState) -> set[str]:
+    """Return the units that candidates of a slot could widen. Slots in one row of layers have some in common."""
+    return {unit for candidate in slot.candidates for unit in candidate.widened}
 
 
 def passed_over(state: GrowthState, rules: HeuristicConfig, grown: Sequence[Action]) -> dict[str, dict[str, str]]:
@@ -351,18 +372,15 @@ def _why_not(slot: SlotState, candidate: Candidate, chosen: Mapping[str, str], s
         )
     if slot.place.name in chosen:
         return f"{chosen[slot.place.name]} promises more in this slot"
-    best = _best(slot, state, rules)
-    if best is not None and best.blueprint != candidate.blueprint:
-        return f"{best.blueprint} promises more in this slot, and is passed over too"
     spent = [(state_slot.candidates, chosen[state_slot.place.name]) for state_slot in state.slots if state_slot.place.name in chosen]
     allowed = Allowance(state.seeds_left, state.parameters_left, state.flops_left)
     for candidates, blueprint in spent:
         allowed = allowed.after(next(other.cost for other in candidates if other.blueprint == blueprint))
     if refusal := allowed.refusal(candidate.cost):
         return refusal
-    growing = [one for other in state.slots for one in other.candidates if chosen.get(other.place.name) == one.blueprint]
-    if any(set(candidate.widened) & set(one.widened) for one in growing):
-        return "a chosen seed widens the same units"
+    growing = [(other, one) for other in state.slots for one in other.candidates if chosen.get(other.place.name) == one.blueprint]
+    if candidate.widened and any(one.widened and _row_of(other) & _row_of(slot) for other, one in growing):
+        return "a chosen seed widens the same row of layers"
     return "what the chosen seeds leave of the loss would not pay its rent" if chosen else "the host is left alone, see the decision"
 
 
@@ -371,14 +389,15 @@ def _why(candidate: Candidate, state: GrowthState) -> str:
     return f"an epoch of it would lower the loss by about {figure(gain, 3)}, and its rent is {figure(candidate.rent)}"
 
 
-def _best(slot: SlotState, state: GrowthState, rules: HeuristicConfig) -> Candidate | None:
-    """Return the candidate of a slot that is worth most; None if none is worth its rent."""
-    options = [
+def _worthy(slot: SlotState, state: GrowthState, rules: HeuristicConfig) -> list[Candidate]:
+    """Return the candidates of a slot that nothing is against, that are worth their rent, and that beat longer training."""
+    return [
         candidate
-        for candidate in _teachable(slot, state, rules)
-        if _worth(candidate, state) > 0 and speed_over_longer_training(state, candidate) >= rules.longer_training
+        for candidate in slot.candidates
+        if _objection(slot, candidate, state, rules) is None
+        and _worth(candidate, state) > 0
+        and speed_over_longer_training(state, candidate) >= rules.longer_training
     ]
-    return max(options, key=lambda candidate: _speed(candidate, state), default=None)
 
 
 def _worth(candidate: Candidate, state: GrowthState) -> float:
@@ -397,23 +416,37 @@ def _speed(candidate: Candidate, state: GrowthState) -> float:
     return -left * math.log1p(-min(share, 1 - 1e-12)) - candidate.rent
 
 
-def _teachable(slot: SlotState, state: GrowthState, rules: HeuristicConfig) -> list[Candidate]:
-    """Return the candidates that are large enough, have not been tried in this slot, and have enough data for their weights."""
-    return [candidate for candidate in slot.candidates if _objection(slot, candidate, state, rules) is None]
+def _objection(slot: SlotState, candidate: Candidate, state: GrowthState, rules: HeuristicConfig, *, beside: Cost = NOTHING) -> str | None:
+    """Return why a candidate should not be considered at all, whatever its probe says; None if nothing is against it.
 
-
-def _objection(slot: SlotState, candidate: Candidate, state: GrowthState, rules: HeuristicConfig) -> str | None:
-    """Return why a candidate should not be considered at all, whatever its probe says; None if nothing is against it."""
+    `beside` is the cost of the candidates that are chosen at the same time.
+    """
     if candidate.blueprint in slot.tried:
         return "it was tried in this slot before"
     least = rules.least_share * state.host_cost.parameters / len(state.slots)
     if candidate.cost.parameters < least:
         return f"its {candidate.cost.parameters:,} weights are too few to matter; {math.ceil(least):,} are the least"
+    if state.added.flops and beside.flops + candidate.cost.flops > state.host_cost.flops + state.added.flops:
+        return "it would more than double the FLOPs, which only a first step may"
     if state.samples_per_epoch is None:
         return None
-    is_at_the_end = slot.place.flops_behind < LITTLE_BEHIND * state.host_cost.flops
-    evidence = rules.evidence_at_the_end if is_at_the_end else rules.evidence
     if candidate.widened:
-        evidence = rules.evidence_of_width
-    limit = state.samples_per_epoch / evidence
-    return None if candidate.load <= limit else f"too few data: its weights need {candidate.load * evidence:,.0f} samples per epoch"
+        needed = samples_for_width(state, total([candidate.cost, beside]), rules)
+        grown = "with these units the host needs"
+    else:
+        is_at_the_end = slot.place.flops_behind < LITTLE_BEHIND * state.host_cost.flops
+        needed = candidate.load * (rules.evidence_at_the_end if is_at_the_end else rules.evidence)
+        grown = "its weights need"
+    return None if needed <= state.samples_per_epoch else f"too few data: {grown} {needed:,.0f} samples per epoch"
+
+
+def samples_for_width(state: GrowthState, new: Cost, rules: HeuristicConfig) -> float:
+    """Return the samples per epoch that a host with new seeds of this cost needs.
+
+    The gap between training and validation loss grows with the load of the host (its weights per position that shares them), and with the
+    loss itself: a host that will end near 0 has little to overfit to. The load is estimated from the parameters P and the FLOPs F of the
+    whole host as 2·P² / F, which is exact if all layers have the same number of positions.
+    """
+    assert state.scale is not None
+    grown = total([state.host_cost, state.added, new])
+    return rules.evidence_of_width * state.scale.relative(projected_end(state)) * 2 * grown.parameters**2 / max(grown.flops, 1)

@@ -20,10 +20,10 @@ they only learn after W has moved, which is of second order (measurements in doc
 
 Portions. Candidates are evaluated in portions, so that the probe needs no more resources than the host itself. A portion has at most as
 many weights as the host (or a million, if the host is smaller), and evaluating it takes at most the FLOPs of a training step. A candidate
-larger than the host gets a portion of its own. A portion is built when its turn comes, evaluated at some steps, and deleted once its
-estimates are known. Candidates are evaluated on whole batches, because behind a batch norm the gradient of part of a batch is mostly noise
-that cancels over the whole batch. An epoch that is too short for two steps per candidate therefore gets larger portions, which take more
-FLOPs per step but not more weights.
+larger than the host gets a portion of its own; one that is many times as large is not evaluated. A portion is built when its turn comes,
+evaluated at some steps, and deleted once its estimates are known. Candidates are evaluated on whole batches, because behind a batch norm
+the gradient of part of a batch is mostly noise that cancels over the whole batch. An epoch that is too short for two steps per candidate
+therefore gets larger portions, which take more FLOPs per step but not more weights.
 
 Schedule. `ProbeRunner` runs the probe at the last steps of the epoch after the request, or at the first steps if the length of an epoch is
 unknown.
@@ -56,6 +56,7 @@ from esper.growth.seeds.width import CANDIDATE, WidthSeed
 
 STEPS_ALONG = 32  # optimiser steps along the same gradient; a momentum of 0.9 is then within 4 % of its limit
 LEAST_ANSWERS = 2  # least number of steps per candidate; with one, signal and noise cannot be separated
+MOST_TIMES_THE_HOST = 4  # a candidate with more weights than this many hosts is not evaluated, unless it is small, see below
 LEAST_PARAMETERS = 2**20  # a portion may have this many parameters (4 MB) even if the host is smaller
 Key = tuple[str, str]  # slot, blueprint
 Promises = dict[Key, float]  # estimated fall of the loss per step
@@ -82,7 +83,8 @@ def portions(costs: Mapping[Key, Cost], host: Cost, *, probe_steps: int, length:
     3. leaving out the largest candidates.
     If the length is unknown, nothing is left out, and all portions together get about `probe_steps` steps.
     """
-    wanted, chosen = max(probe_steps, LEAST_ANSWERS), dict(costs)
+    wanted, most_parameters = max(probe_steps, LEAST_ANSWERS), max(MOST_TIMES_THE_HOST * host.parameters, LEAST_PARAMETERS)
+    chosen = {key: cost for key, cost in costs.items() if cost.parameters <= most_parameters}
     # Leave out candidates only if the epoch is too short even without a limit on FLOPs.
     while length is not None and len(chosen) > 1 and LEAST_ANSWERS * len(_filled(chosen, host, math.inf)) > length:
         del chosen[max(chosen, key=lambda key: chosen[key].parameters)]

@@ -1,0 +1,369 @@
+"""The right size without a sweep: a small host that grows, beside static nets of many sizes, with the whole cost of each.
+
+    python benchmarks/right_size.py --task digits
+    python benchmarks/right_size.py --task digits-1d
+    python benchmarks/right_size.py --task text
+    python benchmarks/right_size.py --task cifar10 --data-dir DIR --device cuda --jobs 12
+
+Arms, paired over seeds (same data, same order of batches):
+
+    grown       the smallest host, which grows in width and depth as the heuristic decides
+    never       the same host, which never grows
+    longer      the same host, trained for so many epochs that it costs at least the FLOPs of the grown run
+    final       the architecture that the grown run ended with, from scratch, for as many epochs as the FLOPs of the grown run allow
+    x1 .. x64   static nets with this many times the parameters of the smallest host
+    grid        of these, the one with the lowest validation loss, at the cost of all
+    halving     successive halving over these sizes. Its longest run is chosen so that all runs together cost the FLOPs of the grown run if
+                the largest nets survive
+
+Every arm keeps the state with the lowest validation loss, and the test part is used once, for that state. FLOPs are those of training and
+validation, with probes, measurements and pruned seeds. Static nets are trained by a plain loop, without any code of growth; the learning
+rate follows a cosine to 0 over the epochs of the run. `digits` has a new split into training, validation and test part for every seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from esper.growth import GrowthConfig, add_slots, grow
+from esper.growth.config import BudgetConfig, GovernorConfig
+from esper.growth.seeds.seed import Seed
+from esper.tasks import GPTHost, Split, Task, load_task
+from esper.tasks.images import stratified_parts
+from growth_runs import difference, mean, print_table, run_all, seeds_of, shown
+from records import RESULTS, Output, Record
+
+Size = tuple[int, ...]  # channels of the blocks of a conv net; width, layers and heads of a GPT
+
+
+@dataclass(frozen=True)
+class Work:
+    """One task: its sizes, and how its nets are trained."""
+
+    sizes: dict[int, Size]  # times the parameters of the smallest, about -> size
+    epochs: int
+    seeds: int
+    learning_rate: float
+    samples: int | None = None  # of the training part that are used; None: all
+
+
+WORKS = {
+    "digits": Work({k: (w, 2 * w, 4 * w) for k, w in {1: 4, 2: 6, 4: 8, 8: 12, 16: 16, 32: 24, 64: 32, 128: 48}.items()}, 40, 20, 0.01),
+    "digits-1d": Work({k: (w, 2 * w, 4 * w) for k, w in {1: 2, 2: 3, 4: 4, 8: 7, 16: 10, 32: 14, 64: 20, 128: 28}.items()}, 40, 12, 0.01),
+    "cifar10": Work({k: (w, 2 * w, 4 * w) for k, w in {1: 8, 2: 12, 4: 16, 8: 24, 16: 32, 32: 48, 64: 64}.items()}, 20, 12, 0.01),
+    "text": Work({1: (32, 2, 2), 2: (48, 2, 3), 4: (64, 3, 4), 8: (96, 3, 6), 16: (128, 4, 8)}, 20, 8, 0.003, samples=4_000),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The settings that all runs of a comparison share."""
+
+    task: str
+    work: Work
+    data_dir: Path | None = None
+    device: str = "cpu"
+
+    def load(self, seed: int) -> Task:
+        """Return the task of a seed."""
+        task = _loaded(self.task, self.data_dir)
+        if self.work.samples is not None:
+            part = slice(self.work.samples)
+            task = replace(task, train=Split(task.train.inputs[part], task.train.targets[part]))
+        return _split_again(task, seed) if self.task == "digits" else task
+
+    def make(self, task: Task, size: Size, seed: int) -> nn.Module:
+        if self.task != "text":
+            return task.make_host("-".join(map(str, size)), seed=seed)
+        width, layers, heads = size
+        length = task.train.inputs.shape[1]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return GPTHost(task.num_classes, sequence_length=length, width=width, layers=layers, heads=heads)
+
+    @property
+    def about(self) -> Record:
+        work = {"epochs_planned": self.work.epochs, "learning_rate": self.work.learning_rate, "samples": self.work.samples}
+        return {"task": self.task, "device": self.device, **work}
+
+
+@cache
+def _loaded(name: str, data_dir: Path | None) -> Task:
+    return load_task(name, data_dir=data_dir)
+
+
+def _split_again(task: Task, seed: int) -> Task:
+    """Return the task with its samples divided anew, into parts of the same sizes."""
+    parts = [task.train, task.validation, task.test]
+    inputs, targets = (torch.cat([getattr(part, name) for part in parts]) for name in ("inputs", "targets"))
+    indices = [torch.from_numpy(part) for part in stratified_parts(targets.numpy(), [len(part) for part in parts], seed=seed)]
+    train, validation, test = (Split(inputs[index], targets[index]) for index in indices)
+    return replace(task, train=train, validation=validation, test=test)
+
+
+# Static nets
+
+
+class StaticRun:
+    """The training of a net whose size does not change. It can be continued, and keeps its best validation state."""
+
+    def __init__(self, setting: Setting, task: Task, net: nn.Module, *, seed: int, epochs: int) -> None:
+        self.setting, self.task = setting, task
+        self.flops = add_slots(copy.deepcopy(net), task.example_input).discovery.host.flops  # of a forward pass of one sample
+        self.net = net.to(setting.device)
+        self.optimizer = AdamW(self.net.parameters(), lr=setting.work.learning_rate)
+        self.scheduler = CosineAnnealingLR(self.optimizer, T_max=epochs)
+        self.batches = task.train_loader(seed=seed, device=setting.device)
+        self.epochs, self.best_loss, self.best_epoch = 0, math.inf, 0
+        self.best_state: dict[str, torch.Tensor] = {}
+
+    @property
+    def flops_per_epoch(self) -> int:
+        return self.flops * (3 * len(self.task.train) + len(self.task.validation))
+
+    def train(self, epochs: int) -> None:
+        for _ in range(epochs):
+            self.net.train()
+            for inputs, targets in self.batches:
+                self.optimizer.zero_grad()
+                self.task.loss_fn(self.net(inputs), targets).backward()
+                self.optimizer.step()
+            self.scheduler.step()
+            self.epochs += 1
+            loss = self.task.evaluate(self.net, self.task.val_loader(device=self.setting.device)).loss
+            if loss < self.best_loss:
+                self.best_loss, self.best_epoch = loss, self.epochs
+                self.best_state = {name: tensor.clone() for name, tensor in self.net.state_dict().items()}
+
+    def result(self) -> Record:
+        """Test the best state. Call it once, at the end."""
+        self.net.load_state_dict(self.best_state)
+        return {
+            **_scores(self.setting, self.task, self.net),
+            "val_loss": self.best_loss,
+            "best_epoch": self.best_epoch,
+            "epochs": self.epochs,
+            "parameters": _size(self.net),
+            "gflops": self.epochs * self.flops_per_epoch / 1e9,
+        }
+
+
+def _scores(setting: Setting, task: Task, net: nn.Module) -> Record:
+    found = task.evaluate(net, task.test_loader(device=setting.device))
+    return {"test_accuracy": 100 * found.accuracy, "test_loss": found.loss}
+
+
+def _size(net: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in net.parameters())
+
+
+def static(setting: Setting, task: Task, net: nn.Module, *, seed: int, epochs: int) -> Record:
+    run = StaticRun(setting, task, net, seed=seed, epochs=epochs)
+    run.train(epochs)
+    return run.result()
+
+
+def halving(setting: Setting, task: Task, seed: int, budget: float) -> Record:
+    """Train all sizes, and go on with the better half by validation loss, and so on until one is left. `budget` is in GFLOPs."""
+    nets = {times: setting.make(task, size, seed) for times, size in setting.work.sizes.items()}
+    runs = {times: StaticRun(setting, task, net, seed=seed, epochs=1) for times, net in nets.items()}
+    counts = [len(runs)]  # nets in every rung
+    while counts[-1] > 1:
+        counts.append(math.ceil(counts[-1] / 2))
+    # The share of the longest run in which a rung ends: 1/8, 1/4, 1/2, 1 for eight sizes.
+    ends = [0.5**rung for rung in reversed(range(len(counts)))]
+    costs = sorted((run.flops_per_epoch / 1e9 for run in runs.values()), reverse=True)
+    shares = [end - start for start, end in zip([0.0, *ends], ends, strict=False)]
+    longest = max(int(budget / sum(share * sum(costs[:count]) for share, count in zip(shares, counts, strict=True))), len(counts))
+    for run in runs.values():
+        run.scheduler = CosineAnnealingLR(run.optimizer, T_max=longest)
+    alive = dict(runs)
+    for count, end in zip(counts, ends, strict=True):
+        alive = dict(sorted(alive.items(), key=lambda item: item[1].best_loss)[:count])
+        for run in alive.values():
+            run.train(max(round(end * longest), 1) - run.epochs)
+    (times, winner), spent = next(iter(alive.items())), sum(run.epochs * run.flops_per_epoch for run in runs.values())
+    return {**winner.result(), "gflops": spent / 1e9, "times": times}
+
+
+# The grown net
+
+
+def grown(setting: Setting, task: Task, net: nn.Module, *, seed: int) -> tuple[nn.Module, Record]:
+    """Return the grown net, folded, and the record of its run."""
+    work = setting.work
+    governor = GovernorConfig(uninformed_loss=task.uninformed_loss)
+    result = grow(
+        net.to(setting.device),
+        task.train_loader(seed=seed, device=setting.device),
+        task.val_loader(device=setting.device),
+        loss_fn=task.loss_fn,
+        epochs=work.epochs,
+        optimizer=partial(AdamW, lr=work.learning_rate),
+        scheduler=partial(CosineAnnealingLR, T_max=work.epochs),
+        config=GrowthConfig(seed=seed, governor=governor, budget=BudgetConfig(max_parameters=None, max_flops=None)),
+    )
+    record = {
+        **_scores(setting, task, result.model),
+        "val_loss": result.val_loss,
+        "epochs": result.epochs,
+        "parameters": _size(result.model),
+        "gflops": result.gflops,
+        "seeds": seeds_of(result.ledger),
+    }
+    return result.model, record
+
+
+def from_scratch(grown: nn.Module, start: nn.Module, task: Task, *, seed: int) -> nn.Module:
+    """Return a net of the grown architecture with the weights of a new one: layers as their classes draw them, seeds as the identity."""
+    net = copy.deepcopy(grown).cpu()
+    places = add_slots(copy.deepcopy(start).cpu(), task.example_input).discovery.places
+    by_shape = {(place.kind, place.shape): place for place in places.values()}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for module in net.modules():
+            if callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+        if isinstance(net, GPTHost):
+            net._initialise()
+    for number, module in enumerate(net.modules()):
+        if isinstance(module, Seed):
+            spec = module.spec
+            fresh = Seed(by_shape[spec.kind, spec.shape], spec.blueprint, random_seed=seed + number, blending=spec.blending)
+            module.branch.load_state_dict(fresh.branch.state_dict())
+    return net
+
+
+# Runs
+
+
+def run_growing(setting: Setting, seed: int) -> list[Record]:
+    """The arms whose cost follows from the grown run."""
+    task, work = setting.load(seed), setting.work
+    make = partial(setting.make, task, work.sizes[1], seed)
+    began = _now(setting)
+    net, of_grown = grown(setting, task, make(), seed=seed)
+    of_grown["seconds"] = _now(setting) - began
+    budget = of_grown["gflops"]
+
+    def epochs_for(net: nn.Module, rounded: Callable[[float], int]) -> int:
+        an_epoch = StaticRun(setting, task, net, seed=seed, epochs=1).flops_per_epoch / 1e9
+        return max(rounded(budget / an_epoch), 1)
+
+    final = from_scratch(net, make(), task, seed=seed)
+    arms = {
+        "grown": of_grown,
+        "longer": static(setting, task, make(), seed=seed, epochs=epochs_for(make(), math.ceil)),
+        "final": static(setting, task, final, seed=seed, epochs=epochs_for(final, math.floor)),
+        "halving": halving(setting, task, seed, budget),
+    }
+    return [{"arm": arm, "seed": seed, **setting.about, **record} for arm, record in arms.items()]
+
+
+def run_static(setting: Setting, times: int, seed: int) -> list[Record]:
+    task, began = setting.load(seed), _now(setting)
+    record = static(setting, task, setting.make(task, setting.work.sizes[times], seed), seed=seed, epochs=setting.work.epochs)
+    return [{"arm": f"x{times}", "seed": seed, **setting.about, **record, "seconds": _now(setting) - began}]
+
+
+def _now(setting: Setting) -> float:
+    """Return seconds of the processor, which other processes do not change; on another device, those of the clock."""
+    return time.process_time() if setting.device == "cpu" else time.perf_counter()
+
+
+# Comparing
+
+
+def best_of_grid(runs: list[Record]) -> Record:
+    """Return the run of one seed with the lowest validation loss, at the cost of all."""
+    best = min(runs, key=lambda run: run["val_loss"])
+    return {**best, "gflops": sum(run["gflops"] for run in runs)}
+
+
+def summary(setting: Setting, runs: list[Record]) -> Record:
+    by_arm: dict[str, list[Record]] = {}
+    for run in sorted(runs, key=lambda run: run["seed"]):
+        by_arm.setdefault(run["arm"], []).append(run)
+    sizes = [f"x{times}" for times in setting.work.sizes]
+    by_arm["grid"] = [best_of_grid(list(of_seed)) for of_seed in zip(*(by_arm[size] for size in sizes), strict=True)]
+    by_arm["never"] = by_arm["x1"]
+    ours = by_arm["grown"]
+    rows: dict[str, Record] = {}
+    for arm in ("grown", "never", "longer", "final", "halving", "grid", *sizes):
+        of_arm = by_arm[arm]
+        rows[arm] = {
+            "runs": len(of_arm),
+            **{name: mean(of_arm, name) for name in ("test_accuracy", "test_loss", "val_loss", "parameters", "gflops", "epochs")},
+            "grown_points_ahead": difference(ours, of_arm, "test_accuracy"),
+            "grown_nats_ahead": difference(of_arm, ours, "test_loss"),
+            "grown_flops_share": fmean(one["gflops"] / other["gflops"] for one, other in zip(ours, of_arm, strict=True)),
+        }
+    rows["grid"]["chosen"] = {size: sum(run["arm"] == size for run in by_arm["grid"]) for size in sizes}
+    return {"what": "summary", **setting.about, "rows": rows}
+
+
+def show(record: Record) -> None:
+    rows = [("", "test accuracy", "test loss", "parameters", "GFLOPs", "grown ahead, points", "grown ahead, nats", "FLOPs of grown / this")]
+    for name, about in record["rows"].items():
+        rows.append(
+            (
+                name,
+                f"{about['test_accuracy']:.2f} %",
+                f"{about['test_loss']:.4f}",
+                f"{about['parameters']:,.0f}",
+                f"{about['gflops']:,.1f}",
+                "" if name == "grown" else shown(about["grown_points_ahead"]),
+                "" if name == "grown" else shown(about["grown_nats_ahead"], 4),
+                f"{about['grown_flops_share']:.2f}",
+            )
+        )
+    print_table(rows)
+    print("the grid's best by validation loss:", ", ".join(f"{size}: {count}" for size, count in record["rows"]["grid"]["chosen"].items()))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=list(WORKS), default="digits")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seeds", type=int, help="how many, from 0 on; default: a number for the task")
+    parser.add_argument("--epochs", type=int, help="default: a number for the task")
+    parser.add_argument("--sizes", help="of the grid, as multiples of the smallest host's parameters, separated by commas; default: all")
+    parser.add_argument("--jobs", type=int, default=2, help="worker processes, of one thread each")
+    parser.add_argument("--fresh", action="store_true", help="forget the runs that are in the file already, instead of adding to them")
+    parser.add_argument("--out", type=Path, default=RESULTS / "right_size.jsonl")
+    options = parser.parse_args(arguments)
+    work = WORKS[options.task]
+    sizes = work.sizes if options.sizes is None else {int(times): work.sizes[int(times)] for times in options.sizes.split(",")}
+    work = replace(work, sizes=sizes, epochs=options.epochs or work.epochs, seeds=options.seeds or work.seeds)
+    setting = Setting(options.task, work, options.data_dir, options.device)
+    output = Output(options.out, resume=not options.fresh)
+    about = setting.about.items()
+    arms = {"grown", *(f"x{times}" for times in sizes)}
+    earlier = [run for run in output.earlier if "seed" in run and about <= run.items() and run["seed"] < work.seeds]
+    runs = [run for run in earlier if run["arm"] in arms | {"longer", "final", "halving"}]
+    have = {(run["arm"], run["seed"]) for run in runs}
+    seeds = range(work.seeds)
+    jobs = [partial(run_growing, setting, seed) for seed in seeds if ("grown", seed) not in have]
+    jobs += [partial(run_static, setting, times, seed) for times in reversed(sizes) for seed in seeds if (f"x{times}", seed) not in have]
+    runs += run_all(jobs, processes=options.jobs, output=output)
+    record = summary(setting, runs)
+    output.write(record)
+    show(record)
+
+
+if __name__ == "__main__":
+    main()
