@@ -44,7 +44,11 @@ Status = Literal["finished", "stopped early", "stopped"]
 
 @dataclass(frozen=True, slots=True)
 class Grown(Displayed):
-    """The result of `grow`: the model, its losses before and after, its cost, and the ledger of all seeds."""
+    """The result of `grow`: the model, its losses before and after, its cost, and the ledger of all seeds.
+
+    `val_loss`, `added`, `metrics` and the seeds that count as kept are those of the model. `epochs`, the losses by epoch, `gflops` and
+    `rollbacks` are those of the whole training.
+    """
 
     model: nn.Module  # with the fossilized seeds built in
     status: Status
@@ -65,6 +69,7 @@ class Grown(Displayed):
     had_finished: bool = False  # the run was resumed after its end, so nothing was trained
     note: str = ""  # reason why nothing could grow, if the controller knew it in advance
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the model on the validation data
+    best_epoch: int | None = None  # the model is as it was after this epoch, which had the lowest validation loss; None: as it was last
 
     def report(self) -> str:
         """Return one line with the kept seeds, the losses and the costs."""
@@ -83,6 +88,7 @@ class Grown(Displayed):
             title=f"{type(self.model).__name__}: {result_in_words(finished(self)).partition(' · ')[0]}",
             figures=[
                 ("status", f"{self.status}, {self.epochs} epochs, {duration(self.seconds)}"),
+                *([] if self.best_epoch is None else [("state", f"after epoch {self.best_epoch}, which had the lowest validation loss")]),
                 ("validation loss", f"{figure(self.val_loss_before, 3)} → {figure(self.val_loss, 3)}"),
                 *((name, metric_in_words(name, value)) for name, value in self.metrics.items()),
                 ("parameters", sized(self.host.parameters, self.added.parameters)),
@@ -126,6 +132,7 @@ def finished(grown: Grown) -> GrowthFinished:
         total_gflops=grown.gflops,
         seconds=grown.seconds,
         metrics=dict(grown.metrics),
+        best_epoch=grown.best_epoch,
     )
 
 
