@@ -485,21 +485,17 @@ class Grower:
         """Return the facts of the training so far, for the model card of the baked model: figures, and all seeds."""
         losses, host, kept = self.history.val_losses, self.slotted.discovery.host, self.ledger.count("kept")
         added = sum(entry.parameters for entry in self.ledger.entries if entry.outcome == "kept")
-        shown = len(losses) if self._restored is None else self._restored.epoch  # the epoch whose state the model has
-        fall = (
-            [(f"validation loss after epoch 1 and epoch {shown}", f"{figure(losses[0], 3)} → {figure(losses[shown - 1], 3)}")]
-            if losses
-            else []
-        )
+        figures = [("epochs", str(self.epoch))]
+        if losses:
+            which, last = ("last", losses[-1]) if self._restored is None else ("best", self._restored.val_loss)
+            figures.append((f"validation loss after the first and the {which} epoch", f"{figure(losses[0], 3)} → {figure(last, 3)}"))
         # Baking removes the seeds that still live.
         removed = Step(self.epoch, Stage.PRUNED, "not fossilized when the model was baked")
         lives = [
             msgspec.structs.replace(entry, outcome="pruned", steps=[*entry.steps, removed]) if entry.outcome == "living" else entry
             for entry in self.ledger.entries
         ]
-        figures = [
-            ("epochs", str(self.epoch)),
-            *fall,
+        figures += [
             *((f"validation {name}", metric_in_words(name, value)) for name, value in self._metrics.items()),
             ("parameters", f"{host.parameters + added:,} ({added / max(host.parameters, 1):+.1%} by seeds)"),
             ("rollbacks", str(self.rollbacks)),
