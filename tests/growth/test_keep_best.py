@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import MultiplicativeLR
 
-from esper.growth import Grown, GrowthConfig, GrowthError, Planned, grow
+from esper.dashboard.data import growth_story
+from esper.growth import Grown, GrowthConfig, GrowthError, Planned, grow, load
 from esper.growth.config import BudgetConfig, GovernorConfig, LifecycleConfig
 from esper.growth.events import BestRestored, EpochEnded, GrowthFinished, StageEntered
 from esper.growth.lifecycle.stages import Action, Advance, Fossilize, Germinate, Prune, Stage
-from esper.growth.report.story import Story
+from esper.growth.report.html import network_drawing
+from esper.growth.report.story import Story, read_story
+from esper.runs.catalog import Run
 from esper.runs.tensors import join, split
 from tests.growth.builders import QUICK, QUICK_SHADOW, SLOTS, Data, Loop, Script, assert_same, config, make_data, make_host, make_loop
 
@@ -224,18 +228,18 @@ def test_of_two_seeds_on_trial_each_epoch_waits_for_its_own(is_second_kept: bool
     assert torch.equal(course.output(course.loop.slotted), course.outputs[restored.epoch])
 
 
-@pytest.mark.parametrize(("low", "left"), [(4, []), (8, ["first"])])
-def test_a_place_that_grew_again_after_the_best_epoch_is_restored(low: int, left: list[str]) -> None:
+@pytest.mark.parametrize(("low", "left_out"), [(4, ["first#2"]), (8, [])])
+def test_a_place_that_grew_again_is_restored_as_it_was(low: int, left_out: list[str]) -> None:
     again = {7: [Germinate("first#2", "test", "widen_50")], 10: [Fossilize("first#2", "test")]}
     course = Course({**GROW_AND_KEEP, 2: [Germinate("first", "test", "widen_50")], **again}, {low: LOW})
     course.train(12)
     assert course.outcomes() == ["kept", "kept"]
     restored = course.grower.restore_best(course.evaluate)
     assert restored is not None
-    assert restored.epoch == low
+    assert (restored.epoch, restored.left_out) == (low, left_out)
     assert torch.equal(course.output(course.loop.slotted), course.outputs[low])
     torch.testing.assert_close(course.output(course.grower.bake()), course.outputs[low])
-    assert course.outcomes() == (["kept", "pruned"] if low == 4 else ["kept", "kept"])
+    assert course.outcomes() == ["kept", "pruned" if left_out else "kept"]
 
 
 def test_an_epoch_with_a_kept_seed_that_was_shrunk_later_does_not_count() -> None:
@@ -363,7 +367,7 @@ def test_grow_returns_the_best_state_and_says_so() -> None:
     assert finished.val_loss == best.val_loss
 
 
-def test_the_result_counts_the_parameters_of_the_best_state() -> None:
+def test_the_result_counts_the_parameters_of_the_best_state_and_all_views_show_it(tmp_path: Path) -> None:
     """High learning rates ruin the host after epoch 6. A seed that germinates then is kept, and is not in the best state."""
     events: list[Any] = []
     script = Script({8: [Germinate("first", "test", "mlp")], **{epoch: [Fossilize("first", "test")] for epoch in range(10, 15)}})
@@ -371,6 +375,7 @@ def test_the_result_counts_the_parameters_of_the_best_state() -> None:
         make_data(2),
         controller=script,
         callbacks=[events.append],
+        run=tmp_path / "run",
         config=config(slots=SLOTS, governor=GovernorConfig(spike_sigmas=1e6, uninformed_loss=100.0)),
         step_schedule="epoch",
         scheduler=lambda optimizer: MultiplicativeLR(optimizer, lambda epoch: {6: 30.0, 8: 1 / 30}.get(epoch, 1.0)),
@@ -383,6 +388,17 @@ def test_the_result_counts_the_parameters_of_the_best_state() -> None:
     assert grown.added.parameters == 0
     assert grown.ledger.count("kept") == 0
     assert grown.report().startswith("nothing was worth keeping (1 seed tried) · ")
+    # The report draws no seed, neither does the dashboard, and the card lists none.
+    drawn = network_drawing(read_story(grown.folder or tmp_path))
+    assert drawn.count("empty") == 3  # with the slot behind the seed, which opened when it was kept
+    assert "empty, last: mlp, pruned" in drawn
+    run = Run(tmp_path / "run", "growth")
+    run.refresh()
+    assert [slot["stage"] for slot in growth_story(run)["slots"] if slot["slot"] == "first"] == ["DORMANT"]
+    card = (tmp_path / "run" / "model.md").read_text()
+    assert "No seed was kept." in card
+    assert f"- state: after epoch {grown.best_epoch} of 14, with the lowest validation loss" in card
+    assert_same(dict(load(tmp_path / "run", model=make_host()).state_dict()), dict(grown.model.state_dict()))
 
 
 def test_early_stopping_returns_the_best_state() -> None:

@@ -485,16 +485,16 @@ class Grower:
         """Return the facts of the training so far, for the model card of the baked model: figures, and all seeds."""
         losses, host, kept = self.history.val_losses, self.slotted.discovery.host, self.ledger.count("kept")
         added = sum(entry.parameters for entry in self.ledger.entries if entry.outcome == "kept")
-        figures = [("epochs", str(self.epoch))]
-        if losses:
-            which, last = ("last", losses[-1]) if self._restored is None else ("best", self._restored.val_loss)
-            figures.append((f"validation loss after the first and the {which} epoch", f"{figure(losses[0], 3)} → {figure(last, 3)}"))
         # Baking removes the seeds that still live.
         removed = Step(self.epoch, Stage.PRUNED, "not fossilized when the model was baked")
         lives = [
             msgspec.structs.replace(entry, outcome="pruned", steps=[*entry.steps, removed]) if entry.outcome == "living" else entry
             for entry in self.ledger.entries
         ]
+        figures = [("epochs", str(self.epoch))]
+        if losses:
+            which, last = ("last", losses[-1]) if self._restored is None else ("best", self._restored.val_loss)
+            figures.append((f"validation loss after the first and the {which} epoch", f"{figure(losses[0], 3)} → {figure(last, 3)}"))
         figures += [
             *((f"validation {name}", metric_in_words(name, value)) for name, value in self._metrics.items()),
             ("parameters", f"{host.parameters + added:,} ({added / max(host.parameters, 1):+.1%} by seeds)"),
