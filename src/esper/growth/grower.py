@@ -682,8 +682,8 @@ class Grower:
     def save(self, folder: Path | str) -> None:
         """Write a checkpoint into the folder; call it between two steps. The last three checkpoints are kept.
 
-        A checkpoint holds the host, the seeds, all optimisers, the loss scale, the schedule, the stages and the ledger. The training loop
-        has to save its position in the data and its random states itself.
+        A checkpoint holds the host, the seeds, all optimisers, the loss scale, the schedule, the stages, the ledger and the best states.
+        The training loop has to save its position in the data and its random states itself.
         """
         step = self.epoch * STEPS_PER_EPOCH + self.history.steps
         CheckpointStore(folder, kind=KIND).save(step, self.state_dict(), note={"epoch": self.epoch})

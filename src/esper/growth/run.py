@@ -1,8 +1,9 @@
 """The run of a `grow` call: its result (`Grown`), and its folder with events and checkpoints, from which it can be resumed.
 
 A checkpoint is written before the first epoch and after every epoch. If the training loader has a `state_dict`, one is also written when
-the run is stopped within an epoch. A checkpoint holds the weights, optimisers, schedule, lifecycles, ledger, snapshots, position in the
-data and the global random states. So a loader that shuffles by the global generator gives the same batches when an epoch is repeated.
+the run is stopped within an epoch. A checkpoint holds the weights, optimisers, schedule, lifecycles, ledger, snapshots, best states,
+position in the data and the global random states. So a loader that shuffles by the global generator gives the same batches when an epoch
+is repeated.
 
 If an error ends a new run before its first epoch is over, nothing of the run is left. Only files made by this process are removed, while it
 holds the lock of the folder, because another process may have chosen the same folder at the same time.

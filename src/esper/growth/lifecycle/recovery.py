@@ -279,7 +279,7 @@ class BestStates:
 class Recovery:
     """Takes and restores snapshots of a growing model: host, optimisers of host and seeds, loss scale, schedule and seeds.
 
-    `keep` is the number of snapshots for the governor. `best` holds the states with the lowest validation losses.
+    `keep` is the number of snapshots for the governor. `best_states` has the states that may turn out to be the best one.
     """
 
     def __init__(
