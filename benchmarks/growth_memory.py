@@ -5,6 +5,9 @@
 A small network trains with Adam, and every step is followed by a snapshot of weights, optimiser and schedule; at every sample it goes back
 to the latest one. Growth is the resident size at the end less that at the first sample, by when all memory exists.
 
+The last line also has the best states, which hold the weights without the optimiser: the size of one, the time to take one if every epoch
+is better than all before, and the time for an epoch that is not.
+
 Linux only: resident sizes are read from /proc.
 """
 
@@ -28,7 +31,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from esper.growth.lifecycle.recovery import Snapshots
+from esper.growth.lifecycle.ledger import Ledger
+from esper.growth.lifecycle.recovery import BestState, BestStates, Snapshots
 from records import RESULTS, Output, Record
 
 MB = 10**6
@@ -94,6 +98,31 @@ def samples(snapshots: Snapshots, timed: Timed, *, count: int, every: int) -> It
             yield {"snapshots": number, "resident_mb": resident_bytes() / MB, "held_mb": snapshots.nbytes / MB}
 
 
+def best_states(*, count: int, every: int) -> Record:
+    """Train a network whose every epoch is the best so far, and offer each one again with a higher loss."""
+    training, states = Training(), BestStates(Ledger())
+    taken, passed, resident = list[float](), list[float](), list[int]()
+    for number in range(1, count + 1):
+        training.step()
+        better = BestState(number, float(-number), {}, (), {"parameters": dict(training.model.state_dict())})
+        worse = BestState(number, float(count), {}, (), {})
+        start = time.perf_counter()
+        assert states.may_be_best(better)
+        states.take(better)
+        middle = time.perf_counter()
+        assert not states.may_be_best(worse)
+        taken.append(middle - start)
+        passed.append(time.perf_counter() - middle)
+        if number % every == 0:
+            resident.append(resident_bytes())
+    return {
+        "best_state_mb": states.nbytes / MB,
+        "largest_best_growth_mb": (max(resident) - resident[0]) / MB,
+        "take_best_seconds": median(taken),
+        "not_best_seconds": median(passed),
+    }
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--snapshots", type=int, default=1_000)
@@ -115,6 +144,7 @@ def main(arguments: list[str] | None = None) -> None:
             "largest_growth_mb": max(resident) - resident[0],
             "take_seconds": median(timed.take),
             "restore_seconds": median(timed.restore),
+            **best_states(count=options.snapshots, every=options.every),
         }
     )
 

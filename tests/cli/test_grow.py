@@ -249,7 +249,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
 
 
 def test_precision_accumulation_clipping_and_schedule_reach_the_training() -> None:
-    options = {"precision": "bfloat16", "accumulate": 3, "max_grad_norm": 0.5, "schedule": "cosine", "epochs": 4}
+    options = {"precision": "bfloat16", "accumulate": 3, "max_grad_norm": 0.5, "schedule": "cosine", "epochs": 4, "keep": "last"}
     for when, periods in (("auto", 4), ("epoch", 4), ("step", 4 * 7)):  # 20 batches, three to a step and two in the last
         config = GrowTaskConfig(task="digits", step_schedule=when, batch_size=50, **options)
         work = make_work(config, torch.device("cpu"))
@@ -257,7 +257,7 @@ def test_precision_accumulation_clipping_and_schedule_reach_the_training() -> No
         training = work.training(config)
         assert training.scheduler.T_max == periods
         assert (training.config.precision, training.config.accumulate, training.config.max_grad_norm) == ("bfloat16", 3, 0.5)
-        assert training.config.step_schedule == when
+        assert (training.config.step_schedule, training.config.keep) == (when, "last")
 
 
 @pytest.mark.usefixtures("user_code")
@@ -268,7 +268,7 @@ def test_a_schedule_by_steps_needs_a_loader_with_a_length(capsys: pytest.Capture
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", [("precision", "bfloat16"), ("accumulate", "2"), ("max-grad-norm", "1.0")])
+@pytest.mark.parametrize("option", [("precision", "bfloat16"), ("accumulate", "2"), ("max-grad-norm", "1.0"), ("keep", "last")])
 def test_a_run_does_not_resume_with_other_settings(option: tuple[str, str], finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, value = option
     assert main(["grow", "--resume", "--run", str(finished), f"--{name}", value]) == 2
@@ -307,6 +307,20 @@ def test_the_twin_is_the_same_training_without_growth(finished: Path, capsys: py
     assert twin.finished is not None
     assert grown.finished.val_loss_before == twin.finished.val_loss_before, "they start from the same weights"
     assert grown.epochs[0].train_loss == twin.epochs[0].train_loss, "and see the same batches"
+
+
+@pytest.mark.usefixtures("user_code")
+def test_a_run_and_its_twin_keep_their_best_states_or_the_last_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--model", "mycode:make_model", "--data", "mycode:make_loaders", "--controller", "never", "--twin"]
+    training = ["--epochs", "8", "--learning-rate", "0.5", "--threads", "1", "--device", "cpu"]
+    for keep in ("best", "last"):
+        assert main(["grow", *own, *training, "--keep", keep, "--run", keep, "--json"]) == 0
+        result = last_line(capsys.readouterr().out)
+        for folder, figures in ((Path(keep), result), (Path(keep) / "twin", result["twin"])):
+            losses = [epoch.val_loss for epoch in read_story(folder).epochs]
+            assert losses[-1] > min(losses), "the last epoch must not be the best one"
+            assert figures["val_loss"] == pytest.approx(min(losses) if keep == "best" else losses[-1], abs=1e-6)
+            assert figures["best_epoch"] == (1 + losses.index(min(losses)) if keep == "best" else None)
 
 
 @pytest.mark.slow

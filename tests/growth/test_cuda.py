@@ -183,7 +183,7 @@ def test_seeds_on_the_gpu_start_as_those_on_the_cpu() -> None:
 @pytest.mark.parametrize("max_grad_norm", [None, 0.1])
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_on_the_gpu_equals_the_plain_loop_with_autocast_and_a_scaler(precision: str, max_grad_norm: float | None) -> None:
-    options = {"precision": precision, "max_grad_norm": max_grad_norm, "controller": "never", "config": config(slots=SLOTS)}
+    options = {"precision": precision, "max_grad_norm": max_grad_norm, "controller": "never", "keep": "last", "config": config(slots=SLOTS)}
     torch.manual_seed(11)
     grown = grow(make_host().cuda(), make_data(), make_data(2), cross_entropy, epochs=3, **options)  # the data are moved
     torch.manual_seed(11)

@@ -123,7 +123,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tup
     return whole
 
 
-CLOCK = {"seconds", "samples_per_second", "step_seconds", "data_wait_seconds", "seconds_lost", "resources"}
+CLOCK = {"seconds", "samples_per_second", "step_seconds", "data_wait_seconds", "seconds_lost", "resources", "memory_bytes"}
 COMINGS = {"header", "resumed", "growth_started", "loader_restarted", "growth_finished"}
 
 
@@ -216,6 +216,30 @@ def test_schedules_resume_where_they_were(name: str, tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", stateful, schedule=SCHEDULES[name])
     run(tmp_path / "run", stateful, stop=Countdown(18), schedule=SCHEDULES[name])
     assert_same_result(run(tmp_path / "run", stateful, resume=True, schedule=SCHEDULES[name]), whole)
+
+
+def ruined(optimizer: torch.optim.Optimizer) -> MultiStepLR:
+    """A schedule whose learning rate is far too high after epoch 3, so that the losses jump and epoch 5 of 7 is the best."""
+    return MultiStepLR(optimizer, [3], gamma=20.0)
+
+
+def test_a_run_killed_or_stopped_after_its_best_epoch_returns_the_same_best_state(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", stateful, schedule=ruined)
+    assert (whole.best_epoch, whole.ledger.count("kept")) == (5, 1)
+    stopped = run(tmp_path / "stopped", stateful, stop=Countdown(33), schedule=ruined)
+    assert (stopped.status, stopped.epochs, stopped.best_epoch) == ("stopped", 5, 5)
+    assert_same(dict(stopped.model.state_dict()), dict(whole.model.state_dict()))
+    process = Process(partial(run, tmp_path / "killed", stateful, stop=linger, schedule=ruined))
+    checkpoints, deadline = tmp_path / "killed" / "checkpoints", time.monotonic() + 60
+    while not list(checkpoints.glob("step-*6000000")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(timeout=90) == -signal.SIGKILL
+    for name in ("stopped", "killed"):
+        resumed = run(tmp_path / name, stateful, resume=True, schedule=ruined)
+        assert (resumed.status, resumed.best_epoch) == ("finished", 5)
+        assert_same_result(resumed, whole)
+        assert story(tmp_path / name) == story(tmp_path / "whole")
 
 
 def start(folder: Path, model: torch.nn.Module | None = None, **options: Any) -> Grown:

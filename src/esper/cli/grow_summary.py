@@ -90,6 +90,7 @@ def _figures(story: Story) -> dict[str, Any]:
     finished, tested = story.finished, story.tested
     return {
         "epochs": finished.epoch if finished is not None else len(story.epochs),
+        "best_epoch": None if finished is None else finished.best_epoch,
         "test_accuracy": None if tested is None else tested.accuracy,
         "test_loss": None if tested is None else tested.loss,
         "val_loss": None if finished is None else finished.val_loss,

@@ -374,7 +374,8 @@ def growth_story(run: Run, twin: Run | None = None) -> dict[str, Any]:
             alpha = 1.0 if event["stage"] == "FOSSILIZED" else None
             last[event["slot"]] = {**without_stamp(event), "alpha": alpha} if has_seed else {**empty, "stage": event["stage"]}
     if any(event["why"] != "stopped" for event in index.events("growth_finished")[-1:]):  # the model has only the kept seeds
-        last = {slot: view if view["stage"] == "FOSSILIZED" else {"slot": slot, **empty} for slot, view in last.items()}
+        kept = {seed["slot"] for seed in seeds if seed["outcome"] == "kept"}
+        last = {slot: view if slot in kept else {"slot": slot, **empty} for slot, view in last.items()}
     slots = [{"slot": slot, **last.get(slot, empty)} for slot in slots_in_order(started.get("slots", []), last)]
     wider = {(event["slot"], event["blueprint"]) for event in index.events("widened")}
     slots = [{**slot, "kind": "width" if (slot["slot"], slot["blueprint"]) in wider else "depth"} for slot in slots]

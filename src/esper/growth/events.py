@@ -170,6 +170,16 @@ class Shrunk(Event, tag="shrunk"):
         )
 
 
+class BestRestored(Event, tag="best_restored"):
+    """The training is over and the state after an earlier epoch, which has the lowest validation loss, was restored as its result."""
+
+    epoch: int  # epoch whose state was restored
+    val_loss: float  # after that epoch
+    last_epoch: int  # epochs that were trained
+    last_val_loss: float  # of the state that it replaces, without the seeds on trial
+    left_out: list[str] = []  # slots of kept seeds that are not in it, because they were not connected yet
+
+
 class GrowthFinished(Event, tag="growth_finished"):
     """The run has ended."""
 
@@ -187,6 +197,7 @@ class GrowthFinished(Event, tag="growth_finished"):
     total_gflops: float | None
     seconds: float
     metrics: dict[str, float] = {}  # of the result, on the validation data
+    best_epoch: int | None = None  # the result is the state after this epoch; None: the last state
 
 
 class LoaderRestarted(Event, tag="loader_restarted"):

@@ -13,6 +13,7 @@ epoch, and lets the governor restore a healthy state when the training breaks do
             optimizer.zero_grad()
             grower.after_step(loss)
         grower.after_epoch(evaluate)            # evaluate() returns the validation loss of every batch, always in the same order
+    grower.restore_best(evaluate)               # optional: the state after the epoch with the lowest validation loss
     model = slotted.bake()
 
 Seeds step whenever the user's optimiser steps, and their gradients are cleared whenever the host's are. `after_step` records the loss,
@@ -36,7 +37,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import torch
@@ -48,7 +49,7 @@ from esper.display import Card
 from esper.growth.arguments import check_alphas, check_fit_together, check_ranks, players, ranks_of
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.controllers.baselines import as_controller
-from esper.growth.events import EpochEnded, Folded
+from esper.growth.events import BestRestored, EpochEnded, Folded
 from esper.growth.host.isolation import unwrap
 from esper.growth.host.slots import OptimizerFollower
 from esper.growth.host.slotted import Slotted
@@ -59,7 +60,7 @@ from esper.growth.lifecycle.ledger import LEDGER_HEADING, Step, ledger_rows
 from esper.growth.lifecycle.recovery import Recovery
 from esper.growth.lifecycle.slots import ModuleBackend, make_backends
 from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, Shrink, Stage
-from esper.growth.measure.contribution import AlphaSearch, Evaluate, Measurement, search_alpha
+from esper.growth.measure.contribution import AlphaSearch, Evaluate, Measurement, modes_kept, search_alpha
 from esper.growth.measure.probe import ProbeRunner, Promises
 from esper.growth.metrics import as_number, check_metrics
 from esper.growth.report.summary import ProgressLines, counted, metric_in_words
@@ -86,6 +87,8 @@ class Grower:
     Rents and thresholds are fractions of the loss of a constant predictor. That loss is `config.governor.uninformed_loss` if set, else
     `scale` if given, else the mean training loss of the first epoch.
 
+    With `keep="best"`, the states of the best epochs are held in CPU memory for `restore_best`; with "last" they are not.
+
     `progress` prints a line per epoch on stderr. `on_event`, `callbacks` and `sinks` get every event. A callback is a function of an event,
     or an object with methods such as `on_epoch_ended(event)`; one that fails is switched off with a warning. A sink, such as
     `TensorBoardSink(folder)`, gets records with the epoch as step, in a thread of its own, until `bake` or `stop` closes it.
@@ -103,6 +106,7 @@ class Grower:
         epochs: int | None = None,
         scale: LossRange | None = None,
         seed_optimizer: MakeOptimizer | None = None,
+        keep: Literal["best", "last"] = "best",
         progress: bool = False,
         on_event: Callable[[Event], None] | None = None,
         callbacks: Sequence[Any] = (),
@@ -110,9 +114,11 @@ class Grower:
         telemetry: GrowthTelemetry | None = None,
     ) -> None:
         check_fit_together(slotted, optimizer, config)
+        if keep not in ("best", "last"):
+            raise GrowthError(f'keep must be "best" or "last", and is {keep!r}')
         own_callbacks, sinks = Callbacks(callbacks), check_sinks(sinks)
         self.slotted, self.optimizer, self.scaler, self.epochs = slotted, optimizer, scaler, epochs
-        self.config = config or GrowthConfig()
+        self.config, self._keeps_best = config or GrowthConfig(), keep == "best"
         self.controller = as_controller(controller, self.config)
         backends = make_backends(slotted, optimizer, self.config.seed_optimizer, seed_optimizer)
         self.host_growth: HostGrowth[ModuleBackend] = HostGrowth(
@@ -143,7 +149,8 @@ class Grower:
             *([self._sinks] if sinks else []),
         ]
         self.telemetry = telemetry or (GrowthTelemetry() if self._listeners else None)  # None: nobody gets the events
-        self._metrics: dict[str, float] = {}  # of the last epoch
+        self._metrics: dict[str, float] = {}  # of the last epoch, or of the one that was restored as the best
+        self._restored: BestRestored | None = None  # None: the state is that of the last epoch
         self._has_begun = False
         self._has_stepped = False  # the host's optimiser has stepped since the last after_step
         self._has_stepped_in_epoch = False  # the host's optimiser has stepped since the last after_epoch
@@ -337,12 +344,16 @@ class Grower:
         self._has_stepped_in_epoch = False
         self.host_growth.end_epoch(chunks, val_loss, measured.contributions, self._end_probe())
         self._warn_of_unknown_samples()
+        if values:
+            self._metrics = self._averaged_metrics(values)
         # Restore a snapshot after a disaster; otherwise let the controller decide.
         if verdict.is_disaster:
             self._go_back(verdict.reason)
             decision = Decision(reason=f"went back to a healthy state: {verdict.reason}")
         else:
             self.host_growth.settle(verdict, chunks, self._recovery)
+            if self._keeps_best:
+                self._recovery.note_best(val_loss, dict(self._metrics))
             decision = self._decide()
         self._note_seeds()
         self._prepare_next_step()
@@ -350,7 +361,6 @@ class Grower:
         resources = {} if self.telemetry is None else self.telemetry.resources.read(device)
         ended = epoch_ended(self.lifecycles, self.history, decision, learning_rate=self._learning_rate(), resources=resources)
         if values:
-            self._metrics = self._averaged_metrics(values)
             ended = msgspec.structs.replace(ended, metrics=self._metrics)
         self.host_growth.emit(ended)
         if self.telemetry is not None:
@@ -407,6 +417,43 @@ class Grower:
         """Add the FLOPs of a forward pass over this many samples per rank. Optional; call it inside `evaluate`."""
         self.history.flops += samples * self._group.world_size * self._forward_flops
 
+    def restore_best(self, evaluate: Evaluate) -> BestRestored | None:
+        """Restore the state after the epoch with the lowest validation loss. Call it once, after the last epoch and before `bake`.
+
+        An epoch counts if all seeds that were connected in it are kept by now and none of them was blending. Its seeds are kept in the
+        restored state too. Kept seeds that were not connected yet are taken out, and the ledger says so. Weights, buffers and seeds are
+        those of the epoch. The optimisers, the schedule and the loss scale stay as they are, so this is the end of a training and not a
+        point to continue from.
+
+        The present state is evaluated without the seeds on trial, because `bake` removes them. Nothing happens if it is at least as good,
+        or if the last epoch was the best. Return the event, or None if nothing happened.
+        """
+        self._check_is_active()
+        if not self._keeps_best:
+            raise GrowthError('this Grower holds no earlier states; make it with keep="best", or bake the last state')
+        best = self._recovery.best_states.best()
+        if best is None or (best.epoch == self.epoch and self.history.steps == 0):
+            return None
+        on_trial = [name for name in self.lifecycles.living() if self.lifecycles.backends[name].is_connected]
+        with self._prober.paused(), modes_kept(self.slotted), self.slotted.without(on_trial):
+            last_loss = self._measurement.losses(evaluate).mean
+        if last_loss <= best.val_loss:
+            return None
+        self._stop_watching(discard=True)
+        self._recovery.restore(best.state)
+        left_out = self.lifecycles.note_left_out(
+            f"taken out: the validation loss was lowest, {figure(best.val_loss)}, after epoch {best.epoch}, when it was not connected"
+        )
+        self._metrics = best.metrics
+        self._restored = BestRestored(
+            epoch=best.epoch, val_loss=best.val_loss, last_epoch=self.epoch, last_val_loss=last_loss, left_out=left_out
+        )
+        self.host_growth.emit(self._restored)
+        self._note_seeds()
+        self._prepare_next_step()
+        self._emit_events()
+        return self._restored
+
     def bake(self, *, fold: bool = True) -> nn.Module:
         """Return the model with its fossilized seeds built in and all slots removed. If baking fails, the grower stays usable.
 
@@ -444,13 +491,11 @@ class Grower:
             msgspec.structs.replace(entry, outcome="pruned", steps=[*entry.steps, removed]) if entry.outcome == "living" else entry
             for entry in self.ledger.entries
         ]
-        figures = [
-            ("epochs", str(self.epoch)),
-            *(
-                [("validation loss after the first and the last epoch", f"{figure(losses[0], 3)} → {figure(losses[-1], 3)}")]
-                if losses
-                else []
-            ),
+        figures = [("epochs", str(self.epoch))]
+        if losses:
+            which, last = ("last", losses[-1]) if self._restored is None else ("best", self._restored.val_loss)
+            figures.append((f"validation loss after the first and the {which} epoch", f"{figure(losses[0], 3)} → {figure(last, 3)}"))
+        figures += [
             *((f"validation {name}", metric_in_words(name, value)) for name, value in self._metrics.items()),
             ("parameters", f"{host.parameters + added:,} ({added / max(host.parameters, 1):+.1%} by seeds)"),
             ("rollbacks", str(self.rollbacks)),
@@ -637,8 +682,8 @@ class Grower:
     def save(self, folder: Path | str) -> None:
         """Write a checkpoint into the folder; call it between two steps. The last three checkpoints are kept.
 
-        A checkpoint holds the host, the seeds, all optimisers, the loss scale, the schedule, the stages and the ledger. The training loop
-        has to save its position in the data and its random states itself.
+        A checkpoint holds the host, the seeds, all optimisers, the loss scale, the schedule, the stages, the ledger and the best states.
+        The training loop has to save its position in the data and its random states itself.
         """
         step = self.epoch * STEPS_PER_EPOCH + self.history.steps
         CheckpointStore(folder, kind=KIND).save(step, self.state_dict(), note={"epoch": self.epoch})

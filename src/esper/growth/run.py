@@ -1,8 +1,9 @@
 """The run of a `grow` call: its result (`Grown`), and its folder with events and checkpoints, from which it can be resumed.
 
 A checkpoint is written before the first epoch and after every epoch. If the training loader has a `state_dict`, one is also written when
-the run is stopped within an epoch. A checkpoint holds the weights, optimisers, schedule, lifecycles, ledger, snapshots, position in the
-data and the global random states. So a loader that shuffles by the global generator gives the same batches when an epoch is repeated.
+the run is stopped within an epoch. A checkpoint holds the weights, optimisers, schedule, lifecycles, ledger, snapshots, best states,
+position in the data and the global random states. So a loader that shuffles by the global generator gives the same batches when an epoch
+is repeated.
 
 If an error ends a new run before its first epoch is over, nothing of the run is left. Only files made by this process are removed, while it
 holds the lock of the folder, because another process may have chosen the same folder at the same time.
@@ -44,7 +45,11 @@ Status = Literal["finished", "stopped early", "stopped"]
 
 @dataclass(frozen=True, slots=True)
 class Grown(Displayed):
-    """The result of `grow`: the model, its losses before and after, its cost, and the ledger of all seeds."""
+    """The result of `grow`: the model, its losses before and after, its cost, and the ledger of all seeds.
+
+    `val_loss`, `added`, `metrics` and the seeds that count as kept are those of the model. `epochs`, the losses by epoch, `gflops` and
+    `rollbacks` are those of the whole training.
+    """
 
     model: nn.Module  # with the fossilized seeds built in
     status: Status
@@ -65,6 +70,7 @@ class Grown(Displayed):
     had_finished: bool = False  # the run was resumed after its end, so nothing was trained
     note: str = ""  # reason why nothing could grow, if the controller knew it in advance
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the model on the validation data
+    best_epoch: int | None = None  # the model is as it was after this epoch, which had the lowest validation loss; None: as it was last
 
     def report(self) -> str:
         """Return one line with the kept seeds, the losses and the costs."""
@@ -83,6 +89,7 @@ class Grown(Displayed):
             title=f"{type(self.model).__name__}: {result_in_words(finished(self)).partition(' · ')[0]}",
             figures=[
                 ("status", f"{self.status}, {self.epochs} epochs, {duration(self.seconds)}"),
+                *([] if self.best_epoch is None else [("state", f"after epoch {self.best_epoch}, which had the lowest validation loss")]),
                 ("validation loss", f"{figure(self.val_loss_before, 3)} → {figure(self.val_loss, 3)}"),
                 *((name, metric_in_words(name, value)) for name, value in self.metrics.items()),
                 ("parameters", sized(self.host.parameters, self.added.parameters)),
@@ -126,6 +133,7 @@ def finished(grown: Grown) -> GrowthFinished:
         total_gflops=grown.gflops,
         seconds=grown.seconds,
         metrics=dict(grown.metrics),
+        best_epoch=grown.best_epoch,
     )
 
 

@@ -58,6 +58,7 @@ def grow(
     precision: Literal["float32", "bfloat16", "float16"] = "float32",
     accumulate: int = 1,
     max_grad_norm: float | None = None,
+    keep: Literal["best", "last"] = "best",
     controller: Controller | str = "heuristic",
     config: GrowthConfig | None = None,
     metrics: Mapping[str, Metric] | None = None,
@@ -84,6 +85,11 @@ def grow(
     OneCycleLR and CyclicLR are stepped after every step, all others after every epoch, and ReduceLROnPlateau with the validation loss.
     "auto" warns about a LambdaLR or a schedule class of your own, whose unit of time is unknown, and about schedules that would end long
     after the training.
+
+    **Result.** With `keep="best"`, the model is returned as it was after the epoch with the lowest validation loss, with every controller.
+    An epoch counts only if all seeds that were connected in it are kept in the end. Seeds that were connected later are taken out, and the
+    ledger says so; the losses of all epochs are kept. This holds for a training that ends early or by Ctrl-C too. "last" returns the
+    state after the last epoch.
 
     **Growth.** `controller` decides what grows, where and when: a name ("heuristic", "never", "random", "schedule") or an object with a
     method `decide(state)`. `config` holds all other settings of growth.
@@ -131,6 +137,7 @@ def grow(
             accumulate=accumulate,
             max_grad_norm=max_grad_norm,
             step_schedule=step_schedule,
+            keep=keep,
             telemetry=telemetry,
         ),
         metrics=metrics,
@@ -198,6 +205,7 @@ def training_config(
     accumulate: int = 1,
     max_grad_norm: float | None = None,
     step_schedule: str = "auto",
+    keep: str = "best",
     telemetry: str = "normal",
 ) -> TrainingConfig:
     """Return the settings of growth and of the training as one config, which is stored in the folder of the run."""
@@ -207,6 +215,7 @@ def training_config(
         "accumulate": accumulate,
         "max_grad_norm": max_grad_norm,
         "step_schedule": step_schedule,
+        "keep": keep,
         "telemetry": telemetry,
     }
     try:

@@ -118,6 +118,7 @@ class Training:
                 config=self.config,
                 epochs=self.epochs,
                 scale=scale,
+                keep=self.config.keep,
                 on_event=self._emit,
             )
         except BaseException:
@@ -413,12 +414,13 @@ class Training:
         return nullcontext() if precision == "float32" else torch.autocast(self.device.type, dtype=getattr(torch, precision))
 
     def _finish(self, grower: Grower, status: Status, seconds: float, *, had_finished: bool) -> Grown:
-        """Prune the seeds that are not fossilized, bake the model, evaluate it and return the result."""
+        """Prune the seeds that are not fossilized, restore the best state, bake the model, evaluate it and return the result."""
         lifecycles = grower.lifecycles
         # A stopped training may be resumed; its seeds are not entered into the ledger as pruned.
         if status != "stopped":
             for name in lifecycles.living():
                 lifecycles.prune(name, "the training is over and it has not earned its place")
+        restored = grower.restore_best(lambda: list(self._evaluate(grower))) if self.config.keep == "best" else None
         model, sums = grower.bake(), self._metric_sums()
         grown = Grown(
             model=model,
@@ -442,6 +444,7 @@ class Training:
             folder=None if self._run is None else self._run.folder,
             had_finished=had_finished,
             note=objection(grower),
+            best_epoch=None if restored is None else restored.epoch,
         )
         self._emit(finished(grown))
         return grown

@@ -31,7 +31,7 @@ LEVEL_OF: dict[str, Level] = {
     # written at every level
     **dict.fromkeys(("header", "resumed", "checkpoint_refused", "sink_failed", "sink_dropped"), "off"),
     **dict.fromkeys(("run_started", "run_ended", "checkpoint_evaluated", "evaluated", "episodes_restarted", "compile_failed"), "off"),
-    **dict.fromkeys(("growth_started", "growth_finished", "final_test", "twin_compared", "loader_restarted"), "off"),
+    **dict.fromkeys(("growth_started", "growth_finished", "best_restored", "final_test", "twin_compared", "loader_restarted"), "off"),
     # one per update or epoch, and rare ones
     **dict.fromkeys(("update", "skipped", "rewards_not_finite", "anomaly", "round_ended", "round_fought", "league_changed"), "minimal"),
     **dict.fromkeys(("epoch_ended", "stage_entered", "rolled_back"), "minimal"),

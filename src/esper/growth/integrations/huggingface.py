@@ -165,6 +165,7 @@ class GrowthTrainerCallback(TrainerCallback):
             scheduler=trainer.lr_scheduler,
             controller=self.controller,
             config=self.config,
+            keep="last",  # the trainer chooses the checkpoint to keep
             epochs=epochs,
             progress=self.progress,
             on_event=self.on_event,

@@ -227,6 +227,7 @@ class GrowthCallback(Callback):
             scheduler=_Schedules(schedules) if schedules else None,
             controller=self.controller,
             config=self.config,
+            keep="last",  # the trainer chooses the checkpoint to keep
             epochs=epochs if epochs is not None and epochs > 0 else None,  # -1: unlimited
             progress=self.progress,
             on_event=self.on_event,

@@ -15,15 +15,19 @@ A rollback also handles things that have appeared since the snapshot. It removes
 replaced buffer its former size, and keeps a group that was added to the optimiser, with its settings and without optimiser state.
 Everything is checked first. If something does not fit, or an object of the user refuses its state, nothing changes.
 
+`BestStates` holds the states of the epochs with the lowest validation losses, so that a training can end with the best one. They hold
+the same parameters and buffers as snapshots and the connected seeds, and no optimiser.
+
 Checkpoints (`Recovery.state_dict`) hold everything, frozen parameters included.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
@@ -37,7 +41,9 @@ from esper.growth.config import GrowthError
 from esper.growth.host.isolation import is_expanded
 from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.governor import Governor
+from esper.growth.lifecycle.ledger import Ledger
 from esper.growth.lifecycle.slots import ModuleBackend, SlotLifecycles, first_slots
+from esper.growth.lifecycle.stages import Stage
 from esper.growth.seeds.seed import nested
 from esper.runs.tensors import Tree
 
@@ -194,8 +200,87 @@ def _tensors(tree: Tree) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BestState:
+    """The trained state after an epoch: parameters and buffers of the host, and the connected seeds, all as if they were kept."""
+
+    epoch: int
+    val_loss: float
+    metrics: dict[str, float]
+    seeds: tuple[int, ...]  # numbers of the connected seeds in the ledger
+    state: State
+
+
+class BestStates:
+    """The states that may turn out to be the best one of a run: that with the lowest validation loss whose seeds are all kept in the end.
+
+    An epoch is measured with the seeds that are connected in it, and a seed on trial may be pruned later. So a state with seeds on trial is
+    held beside a worse one without them, and dropped when one of its seeds is pruned or rolled back. Of two states, the worse one is
+    dropped if it depends on all verdicts that the better one depends on. So there is at most one state more than there are seeds on
+    trial. They are in CPU memory, and a new state reuses the memory of one that it replaces.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._states: list[BestState] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all stored tensors."""
+        return sum(tensor.nbytes for one in self._states for tensor in _tensors(one.state))
+
+    def may_be_best(self, new: BestState) -> bool:
+        """Return whether a state may turn out to be the best one. Its `state` is not read."""
+        return new in self._chosen(new)
+
+    def take(self, new: BestState) -> None:
+        """Copy a state that may turn out to be the best, and drop those that it makes superfluous."""
+        chosen = self._chosen(new)
+        gone = [one for one in self._states if one not in chosen]
+        self._states = [one for one in chosen if one is not new]
+        self._states.append(replace(new, state=copy_of(new.state, over=gone[-1].state if gone else None)))
+
+    def _chosen(self, new: BestState) -> list[BestState]:
+        """Return the states that may turn out to be the best, among those that are held and a new one."""
+        outcomes = {entry.number: entry.outcome for entry in self._ledger.entries}
+
+        def on_trial(one: BestState) -> set[int]:
+            return {number for number in one.seeds if outcomes[number] == "living"}
+
+        # Go through the states from the lowest loss up, and leave out those that depend on all verdicts that a lower one depends on.
+        chosen: list[BestState] = []
+        for one in sorted([*self._states, new], key=lambda one: (one.val_loss, one.epoch)):
+            is_lost = any(outcomes[number] not in ("living", "kept") for number in one.seeds)
+            if not is_lost and not any(on_trial(better) <= on_trial(one) for better in chosen):
+                chosen.append(one)
+        return chosen
+
+    def add(self, parameters: Mapping[str, Tensor]) -> None:
+        """Copy parameters of the host into every state, except under names that it already has."""
+        for one in self._states:
+            for name, tensor in copy_of(dict(parameters)).items():
+                one.state["parameters"].setdefault(name, tensor)
+
+    def best(self) -> BestState | None:
+        """Return the state with the lowest validation loss among those whose seeds are all kept; None if there is none."""
+        kept = {entry.number for entry in self._ledger.entries if entry.outcome == "kept"}
+        return min((one for one in self._states if kept.issuperset(one.seeds)), key=lambda one: (one.val_loss, one.epoch), default=None)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the stored states without copying them. Write them to disk before the next one is taken."""
+        names = [one.name for one in fields(BestState)]
+        return [{name: getattr(one, name) for name in names} | {"seeds": list(one.seeds)} for one in self._states]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Copy saved states."""
+        self._states = [BestState(**one | {"seeds": tuple(one["seeds"]), "state": copy_of(one["state"])}) for one in states]
+
+
 class Recovery:
-    """Takes and restores snapshots of a growing model: host, optimisers of host and seeds, loss scale, schedule and seeds."""
+    """Takes and restores snapshots of a growing model: host, optimisers of host and seeds, loss scale, schedule and seeds.
+
+    `keep` is the number of snapshots for the governor. `best_states` has the states that may turn out to be the best one.
+    """
 
     def __init__(
         self,
@@ -212,6 +297,7 @@ class Recovery:
         self.scaler, self.scheduler = scaler, scheduler
         self._optimizers = nested(optimizer)  # the user's optimiser and those that it wraps
         self._snapshots = Snapshots(keep)
+        self.best_states = BestStates(lifecycles.ledger)
         self._held: set[int] = set()  # ids of parameters that are in the snapshots, or that the optimiser holds and the host does not
         self._moving: set[str] = set()  # names of frozen parameters that the training loop changes by hand
         self._checksums = self._frozen_checksums()  # checksums of the other frozen parameters at the last check
@@ -227,6 +313,22 @@ class Recovery:
         state = {**self._state(changing), "garden": self.lifecycles.state_dict()}  # the key that earlier versions gave the lifecycles
         self._snapshots.take({"now": state, "governor": self.governor.loss_state()}, epoch=self.lifecycles.epoch)
         self._held = {id(parameter) for parameter in changing.values()}
+
+    def note_best(self, val_loss: float, metrics: dict[str, float]) -> None:
+        """Hold the present state if it may turn out to be the best one. Call it at the end of an epoch, before anything is decided.
+
+        A state in which alpha of a connected seed is still moving, or with a weight that is not finite, is not held.
+        """
+        connected = [backend.life for backend in self.lifecycles.backends.values() if backend.is_connected]
+        if not math.isfinite(val_loss) or any(life.stage is Stage.BLENDING for life in connected):
+            return
+        seeds = tuple(life.number for life in connected if life.number is not None)
+        new = BestState(self.lifecycles.epoch, val_loss, metrics, seeds, {})
+        if self.best_states.may_be_best(new) and self.has_finite_weights():
+            self.hold_moving()
+            changing = {name: parameter for name, parameter in self.host.named_parameters() if self._changes(name, parameter)}
+            state = {**self._parameters_and_buffers(changing), "garden": self.lifecycles.state_if_kept()}
+            self.best_states.take(replace(new, state=state))
 
     def hold_new(self) -> None:
         """Add parameters that are about to be trained for the first time to the snapshots. Call it before a step of the optimiser."""
@@ -250,6 +352,7 @@ class Recovery:
     def _hold(self, parameters: Mapping[str, Tensor]) -> None:
         """Add parameters with their present values to all snapshots."""
         self._snapshots.add(("now", "parameters"), parameters)
+        self.best_states.add(parameters)
         self._held |= {id(parameter) for parameter in parameters.values()}
 
     def _changes(self, name: str, parameter: Tensor) -> bool:
@@ -306,23 +409,29 @@ class Recovery:
 
     def _state(self, parameters: dict[str, nn.Parameter]) -> State:
         """Return the present state without the seeds, with these parameters of the host."""
-        buffers = list(_buffers(self.host))
         outer, *inner = self._optimizers
         return {
-            "parameters": {name: parameter.detach() for name, parameter in parameters.items()},
-            "buffers": {one.name: one.tensor for one in buffers if one.tensor is not None},
-            "empty_buffers": [one.name for one in buffers if one.tensor is None],
-            "transient_buffers": [one.name for one in buffers if one.own_name in one.module._non_persistent_buffers_set],
+            **self._parameters_and_buffers(parameters),
             "optimizer": outer.state_dict(),
             "inner_optimizers": [one.state_dict() for one in inner],
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
         }
 
+    def _parameters_and_buffers(self, parameters: dict[str, nn.Parameter]) -> State:
+        buffers = list(_buffers(self.host))
+        return {
+            "parameters": {name: parameter.detach() for name, parameter in parameters.items()},
+            "buffers": {one.name: one.tensor for one in buffers if one.tensor is not None},
+            "empty_buffers": [one.name for one in buffers if one.tensor is None],
+            "transient_buffers": [one.name for one in buffers if one.own_name in one.module._non_persistent_buffers_set],
+        }
+
     def restore(self, state: State, *, may_lack_buffers: bool = True) -> None:
         """Restore a state completely, or raise an error and change nothing.
 
-        Buffers that are missing in the state are removed; with `may_lack_buffers=False` they are an error.
+        Buffers that are missing in the state are removed; with `may_lack_buffers=False` they are an error. Optimisers, loss scale and
+        schedule stay as they are if the state has none, as that of a `BestState`.
         """
         # Check everything that can be checked, and prepare the rest.
         parameters = dict(self.host.named_parameters(remove_duplicate=False))
@@ -334,7 +443,8 @@ class Recovery:
                 )
         buffers = _BufferPlan(self.host, state, may_lack=may_lack_buffers)
         optimizers = self._optimizers
-        saved_states = [state["optimizer"], *state.get("inner_optimizers", [])]
+        is_whole = "optimizer" in state
+        saved_states = [state["optimizer"], *state.get("inner_optimizers", [])] if is_whole else []
         merged = [_merged(one, saved) for one, saved in zip(optimizers, saved_states, strict=False)]
 
         # Load the parts that may still fail, such as a scheduler of the user. On an error, `undo` restores the parts already loaded.
@@ -348,9 +458,9 @@ class Recovery:
             # their state: loading replaces its tensors.
             share_groups = _groups_shared(optimizers)
             undo.callback(share_groups)
-            if self.scheduler is not None:
+            if is_whole and self.scheduler is not None:
                 load(self.scheduler, state["scheduler"], copy_of(self.scheduler.state_dict()))
-            if self.scaler is not None:
+            if is_whole and self.scaler is not None:
                 load(self.scaler, state["scaler"], copy_of(self.scaler.state_dict()))
             for optimizer, saved in zip(optimizers, merged, strict=False):
                 load(optimizer, saved, optimizer.state_dict())
@@ -374,6 +484,7 @@ class Recovery:
             "now": self.now(),
             "judge": self.governor.state_dict(),  # the key that earlier versions gave the governor
             "snapshots": self._snapshots.state_dict(),
+            "best_states": self.best_states.state_dict(),
             "moving": sorted(self._moving),
         }
 
@@ -383,6 +494,7 @@ class Recovery:
         self.restore(state["now"], may_lack_buffers=False)
         self.governor.load_state_dict(state["judge"])
         self._snapshots.load_state_dict(state["snapshots"])
+        self.best_states.load_state_dict(state.get("best_states", []))  # missing in files of earlier versions
         self._moving = set(state.get("moving", []))
         self._checksums = self._frozen_checksums()
         names = self._snapshots.latest_keys(("now", "parameters"))

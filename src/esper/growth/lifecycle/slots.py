@@ -242,6 +242,18 @@ class SlotLifecycles(Generic[AnyBackend]):
                 entry.outcome, entry.ended = "living", None
                 entry.steps.append(Step(self.epoch, life.stage, f"it is back: {reason}"))
 
+    def note_left_out(self, reason: str) -> list[str]:
+        """After an earlier state was restored as the result: mark the kept seeds that are not in it as pruned. Return their slots."""
+        found: list[str] = []
+        present = {backend.life.number for backend in self.backends.values()}
+        for entry in self.ledger.entries:
+            if entry.outcome == "kept" and entry.number not in present:
+                entry.outcome, entry.ended = "pruned", self.epoch
+                entry.steps.append(Step(self.epoch, Stage.PRUNED, reason))
+                self._on_stage(entry.slot, entry.blueprint, Stage.PRUNED, reason)
+                found.append(entry.slot)
+        return found
+
     def _undo(self, entry: Entry, reason: str) -> None:
         """Mark an entry as rolled back."""
         entry.outcome, entry.ended = "rolled back", self.epoch
@@ -431,6 +443,18 @@ class SlotLifecycles(Generic[AnyBackend]):
     def state_dict(self) -> dict[str, Any]:
         return {name: {"life": msgspec.to_builtins(backend.life), **backend.seed_state()} for name, backend in self.backends.items()}
 
+    def state_if_kept(self) -> dict[str, Any]:
+        """Return the state as if all connected seeds were kept and no others had grown, without the optimisers of the seeds."""
+        state = self.state_dict()
+        for name, backend in self.backends.items():
+            life = backend.life
+            if backend.is_connected:
+                life = msgspec.structs.replace(life, stage=Stage.FOSSILIZED)
+            elif life.stage in OCCUPIED:
+                life, state[name]["seed"] = Life(tried=life.tried), None
+            state[name] |= {"life": msgspec.to_builtins(life), "learner": None}
+        return state
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore all slots: remove seeds that are younger than the state, and rebuild seeds that have been pruned since."""
         self._prices.clear()
@@ -544,7 +568,8 @@ class ModuleBackend(SlotBackend):
         assert self.slot.seed is not None
         assert self.learner is not None
         self.slot.seed.load_state_dict(state["seed"])
-        self.learner.load_state_dict(state["learner"])
+        if state["learner"] is not None:
+            self.learner.load_state_dict(state["learner"])
         self.slot.alpha = state["alpha"]
         self.slot.is_kept = life.stage is Stage.FOSSILIZED
         self.slot.connect(state["is_connected"])

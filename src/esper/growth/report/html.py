@@ -199,15 +199,14 @@ def lives_drawing(story: Story) -> str:
         name = f"{seed.number}  {seed.blueprint} after {_shortened(seed.slot)}, {seed.outcome}"
         parts.append(f'<text x="{LEFT / 2}" y="{y + 14}">{escape(name)}</text>')
         for (start, stage), (stop, _) in zip(seed.stages, [*seed.stages[1:], (end, "")], strict=True):
-            last = end if stage == Stage.FOSSILIZED.name else stop
             if stage == Stage.PRUNED.name:
                 colour = "trouble" if seed.outcome == "rolled back" else "pruned"
                 parts.append(_titled(f'<circle cx="{across(start)}" cy="{y + 28}" r="6" fill="var(--{colour})">', seed.why, "circle"))
-            elif last > start:
+            elif stop > start:
                 used += [stage] if stage not in used else []
-                bar = f'<rect x="{across(start)}" y="{y + 21}" width="{across(last) - across(start):.1f}" height="14" rx="3" '
+                bar = f'<rect x="{across(start)}" y="{y + 21}" width="{across(stop) - across(start):.1f}" height="14" rx="3" '
                 bar += f'fill="var(--{stage.lower()})">'
-                parts.append(_titled(bar, f"{stage.lower()}, epochs {start} to {last}", "rect"))
+                parts.append(_titled(bar, f"{stage.lower()}, epochs {start} to {stop}", "rect"))
     parts += [
         f'<text class="soft" x="{across(value)}" y="{height - 6}" text-anchor="middle">{value:g}</text>'
         for value in ticks(0, across.high, 5)
@@ -280,8 +279,10 @@ def width_drawing(story: Story) -> str:
 
 
 def _is_empty(view: SlotView, story: Story) -> bool:
-    """Return whether a slot holds no seed. At the end of a run, seeds that are not fossilized are removed."""
-    return Stage[view.stage] not in OCCUPIED or (story.is_over and view.stage != Stage.FOSSILIZED.name)
+    """Return whether a slot holds no seed. At the end of a run, seeds are removed that are not fossilized, or not in the best state."""
+    seed = story.seed_in(view.slot)
+    is_kept = view.stage == Stage.FOSSILIZED.name and (seed is None or seed.outcome == "kept")
+    return Stage[view.stage] not in OCCUPIED or (story.is_over and not is_kept)
 
 
 def _slot_drawing(item: SlotView | int, story: Story, y: float, spine: float, gains: Scale) -> list[str]:

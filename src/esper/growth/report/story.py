@@ -7,6 +7,7 @@ from pathlib import Path
 
 from esper.growth.events import (
     ActionRefused,
+    BestRestored,
     EpochEnded,
     FinalTest,
     GrowthFinished,
@@ -25,6 +26,7 @@ from esper.growth.lifecycle.stages import LIVING, OCCUPIED, Stage
 from esper.runs import Event, read
 from esper.runs.anomalies import Anomaly
 from esper.runs.folder import EVENTS, RunError
+from esper.text_table import figure
 
 
 @dataclass
@@ -103,6 +105,8 @@ class Story:
                     if (seed := self.seed_in(slot)) is not None:
                         seed.why = f"it is back: the governor went back: {event.reason}"
                 self._remark(event.epoch, f"went back to epoch {event.to_epoch}: {event.reason}", is_trouble=True)
+            case BestRestored():
+                self._remark(event.last_epoch, restored_in_words(event))
             case ActionRefused():
                 self.refused.append(event)
                 self._remark(event.epoch, f"refused to {event.action} {event.slot}: {event.reason}")
@@ -153,12 +157,13 @@ class Story:
                 self._remark(0, f"germinate {event.slot}: {event.reason}")
             self.seeds.append(SeedStory(len(self.seeds) + 1, event.slot, event.blueprint, event.epoch, event.reason, event.reason))
         seed = self.seed_in(event.slot)
-        if seed is None or seed.ended is not None:
+        is_removal = event.stage == Stage.PRUNED.name
+        if seed is None or (seed.ended is not None and not (is_removal and seed.outcome == "kept")):
             return  # an embargo and its end are not part of a seed's life
         seed.stages.append((event.epoch, event.stage))
         if event.stage == Stage.FOSSILIZED.name:
             self._end(seed, "kept", event.epoch, event.reason)
-        elif event.stage == Stage.PRUNED.name:
+        elif is_removal:
             self._remark(event.epoch, f"pruned {event.slot}: {event.reason}")
             self._end(seed, "pruned", event.epoch, event.reason)
         else:
@@ -192,6 +197,13 @@ class Story:
 
 def _note_gain(seed: SeedStory, measured: Measured | SlotView) -> None:
     seed.gain, seed.gain_low, seed.gain_high, seed.rent = measured.gain, measured.gain_low, measured.gain_high, measured.rent
+
+
+def restored_in_words(event: BestRestored) -> str:
+    """Return a line about the epoch whose state is the result."""
+    loss, last = figure(event.val_loss), figure(event.last_val_loss)
+    left_out = f"; taken out: {', '.join(event.left_out)}" if event.left_out else ""
+    return f"the result is the state after epoch {event.epoch}: validation loss {loss}, against {last} at the end{left_out}"
 
 
 def read_story(folder: Path | str) -> Story:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from esper.growth.config import RentConfig
 from esper.growth.events import (
+    BestRestored,
     EpochEnded,
     FinalTest,
     GrowthFinished,
@@ -24,7 +25,7 @@ from esper.growth.events import (
 )
 from esper.growth.lifecycle.ledger import NONE, Row
 from esper.growth.lifecycle.stages import OCCUPIED, Stage
-from esper.growth.report.story import SeedStory, Story
+from esper.growth.report.story import SeedStory, Story, restored_in_words
 from esper.runs import Event
 from esper.text_table import duration, figure
 
@@ -77,6 +78,8 @@ def result_in_words(finished: GrowthFinished, twin: GrowthFinished | None = None
         f"{_share(finished.flops_added, finished.flops - finished.flops_added)} FLOPs",
         counted(finished.rollbacks, "rollback"),
     ]
+    if finished.best_epoch is not None:
+        parts.append(f"best state, after epoch {finished.best_epoch} of {finished.epoch}")
     if finished.why != "finished":
         parts.append(f"{finished.why} after epoch {finished.epoch}")
     return " · ".join(parts)
@@ -454,6 +457,8 @@ class GrowthProgress:
                 lost = f"; taken out: {', '.join(back.embargoed)}" if back.embargoed else ""
                 found = f"; brought back: {', '.join(back.brought_back)}" if back.brought_back else ""
                 return f"epoch {back.epoch}: went back to epoch {back.to_epoch}: {back.reason}{lost}{found}"
+            case BestRestored() as restored:
+                return restored_in_words(restored)
             case Probed() as probe:
                 return f"epoch {probe.epoch}: {probe_in_words(probe)}"
         return None
