@@ -77,6 +77,9 @@ class HeuristicConfig(Config):
     low_loss: Fraction = 0.005  # with a training loss below this, a host that has grown does not grow further
     projected_loss: Fraction = 0.04  # the host lacks capacity if its training loss is projected to end above this
     overfit_gap: Fraction = 0.15  # with a validation loss this far above the training loss, data are lacking rather than capacity
+    lost_share: Fraction = 0.02
+    """A host that has grown does not grow further if more than this fraction of what its training loss has fallen is missing in its
+    validation loss. Small gaps count, because they become wide while the learning rate falls."""
     longer_training: PositiveFloat = 25.0
     """Seeds are grown if they are estimated to lower the loss at least this many times as fast as longer training of the host would, for
     the same FLOPs. Otherwise longer training is better."""

@@ -14,6 +14,7 @@ from esper.growth.controllers.heuristic import (
     gain_of_longer_training,
     has_jumped,
     has_stopped_falling,
+    next_step,
     passed_over,
     projected_loss,
     speed_over_longer_training,
@@ -372,3 +373,13 @@ def test_a_row_of_layers_is_widened_by_one_seed() -> None:
     behind = Candidate("pair", Cost(200, 10_000), 0.001, 0.02, widened=("b",))
     now = state(slots=(slot("a", candidates=(pair, row)), slot("b", candidates=(behind, SMALL))), seeds_left=2)
     assert chosen(now) == [("a", "row"), ("b", "small")], "the pair behind would lack the weights between the new units"
+
+
+def test_a_host_that_has_grown_stops_when_what_it_learns_does_not_carry_over() -> None:
+    learned = state(8, train=(2.2, 0.9, 0.8), val_losses=(2.2, 1.0, 0.81))
+    assert next_step(learned, RULES).is_starved
+    lost = next_step(replace(learned, val_losses=(2.2, 1.0, 0.9)), RULES)
+    assert not lost.is_starved
+    assert "does not carry over" in lost.reason
+    # A single high validation loss says nothing, as long as one of the last three is low.
+    assert next_step(replace(learned, val_losses=(0.81, 1.4, 1.2)), RULES).is_starved

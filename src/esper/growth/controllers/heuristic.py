@@ -226,18 +226,23 @@ def next_step(state: GrowthState, rules: HeuristicConfig) -> Starvation:
     assert state.scale is not None
     if state.scale.relative(train) < rules.low_loss:
         return Starvation(False, f"its training loss is {figure(train, 3)}, and a further step could not lower it by much")
-    if overfits(state, rules):
-        return Starvation(False, f"it overfits: validation loss {figure(val, 3)}, training loss {figure(train, 3)}")
+    if gap(state) > rules.lost_share * (1 - state.scale.relative(train)):
+        return Starvation(False, f"what it learns does not carry over: validation loss {figure(val, 3)}, training loss {figure(train, 3)}")
     return Starvation(True, f"its last seeds are kept, and its training loss is {figure(train, 3)}")
 
 
 def overfits(state: GrowthState, rules: HeuristicConfig) -> bool:
-    """Return whether the validation loss is so far above the training loss that data are lacking rather than capacity.
+    """Return whether the validation loss is so far above the training loss that data are lacking rather than capacity."""
+    return gap(state) > rules.overfit_gap
+
+
+def gap(state: GrowthState) -> float:
+    """Return the validation loss minus the training loss, as a fraction of the uninformed loss.
 
     The lowest of the last validation losses counts, because a batch norm makes single ones high while the learning rate is large.
     """
     assert state.scale is not None
-    return min(map(state.scale.relative, state.val_losses[-3:])) - state.scale.relative(state.train_losses[-1]) > rules.overfit_gap
+    return min(map(state.scale.relative, state.val_losses[-3:])) - state.scale.relative(state.train_losses[-1])
 
 
 def projected_end(state: GrowthState) -> float:
