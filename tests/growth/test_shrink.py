@@ -15,7 +15,7 @@ from esper.growth.events import Folded, Shrunk, Widened
 from esper.growth.host.units import find_units, layer_of
 from esper.growth.lifecycle.stages import Fossilize, Germinate, Shrink, Stage
 from tests.growth.builders import QUICK, Loop, Script, adamw, make_host, make_loop
-from tests.growth.host.test_units import ConvNeXt, InvertedResidual, Residual
+from tests.growth.host.test_units import Attention, ConvNeXt, InvertedResidual, Residual
 
 IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 KEPT = 4
@@ -43,6 +43,7 @@ HOSTS = {
     "residual": lambda: Wrapped(Residual(8)),
     "inverted residual": lambda: Wrapped(InvertedResidual(8)),
     "convnext": lambda: Wrapped(ConvNeXt(8)),
+    "grouped queries": lambda: nn.Sequential(nn.Flatten(1, 2), Attention(8, heads=4, shared_by=2), nn.Flatten(), nn.Linear(192, 4)),
 }
 
 

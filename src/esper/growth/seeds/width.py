@@ -63,7 +63,7 @@ def plan_of(chain: Sequence[Units], added: Sequence[int], kept: Kept | None = No
     """Return the parts of a seed that adds `added[i]` units to `chain[i]`. Neighbours share a layer, which reads one and makes the next."""
     inputs, outputs, axes = dict[str, int](), dict[str, int](), dict[str, int | None]()
     for units, count in zip(chain, added, strict=True):
-        outputs |= dict.fromkeys(units.producers, count)
+        outputs |= {name: count * units.features_of(name) for name in units.producers}
         inputs |= {reader.name: reader.features * count for reader in units.readers}
         for name in units.own:
             how = dict(units.through).get(name, Through())
