@@ -27,7 +27,7 @@ from esper.growth.host.discover import discover
 from esper.growth.host.isolation import is_compiled, unwrap
 from esper.growth.host.layout import Units
 from esper.growth.host.slotted import check_has_no_slots
-from esper.growth.host.units import find_units, layer_of, part_of
+from esper.growth.host.units import find_units, layer_of, part_of, tensors_of
 from esper.growth.lifecycle.stages import Cost
 from esper.growth.measure.contribution import Evaluate, gain_of, losses_of, rent_of
 from esper.growth.seeds.blueprints import widening_cost
@@ -156,9 +156,8 @@ def _remove(host: nn.Module, units: Units, group: Sequence[int], optimizer: Opti
     left = [unit for unit in range(units.width) if unit not in set(group)]
     for name in units.producers:
         layer = layer_of(host.get_submodule(name))
-        for tensor in (layer.weight, layer.bias):
-            if tensor is not None:
-                _select(tensor, 0, _features_of(left, units.features_of(name)), optimizer)
+        for tensor in tensors_of(layer).values():
+            _select(tensor, 0, _features_of(left, units.features_of(name)), optimizer)
         layer.__dict__.update({key: layer.weight.shape[0] for key in sizes_of(layer) if key.startswith("out_")})
     for name in units.own:
         _cut_own(host.get_submodule(name), units, left, optimizer)

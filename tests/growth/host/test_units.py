@@ -190,6 +190,16 @@ def test_units_that_something_mixes_are_refused(middle: nn.Module, reason: str) 
 def test_weights_that_are_made_from_all_rows_are_refused() -> None:
     assert "parametrization" in reasons(nn.Sequential(spectral_norm(nn.Linear(16, 8)), nn.Linear(8, 4)), TOKENS)["0"]
     assert "parametrization" in reasons(nn.Sequential(nn.Linear(16, 8), weight_norm(nn.Linear(8, 4))), TOKENS)["0"]
+    by_column = nn.Sequential(weight_norm(nn.Linear(16, 8), dim=1), nn.Linear(8, 4))
+    assert "parametrization" in reasons(by_column, TOKENS)["0"]
+    assert "parametrization" in add_slots(by_column, TOKENS).describe()
+
+
+def test_a_layer_with_a_weight_norm_for_each_row_gets_new_units() -> None:
+    host = nn.Sequential(weight_norm(nn.Linear(16, 16)), nn.ReLU(), nn.Linear(16, 16))
+    assert structure(found(host, TOKENS)["0"]) == Units(("0",), (), (Reader("2", 1),), 16, 1)
+    host[2].weight = host[0].parametrizations.weight.original1
+    assert "share the weight" in reasons(host, TOKENS)["0"]
 
 
 def test_a_batch_norm_that_averages_over_all_batches_is_refused() -> None:

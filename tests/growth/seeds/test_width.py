@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import SGD, AdamW, Optimizer
 
 from esper.growth.host.layout import Place, Units
@@ -37,6 +38,10 @@ def pooled(*blocks: nn.Module, width: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, width, 1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 5))
 
 
+def normed(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(weight_norm(layer), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5))
+
+
 def attending(attention: Attention) -> nn.Module:
     """Return a host that reads an image as 24 tokens of 8 features."""
     return nn.Sequential(nn.Flatten(1, 2), nn.Linear(8, 8), attention, nn.Flatten(), nn.Linear(192, 5))
@@ -51,6 +56,7 @@ HOSTS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # name -> host, numbe
     "gated": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 8), Gated(8, 12), nn.Linear(8, 5)), 1),
     "heads": (lambda: attending(Attention(8, heads=3)), 1),
     "grouped queries": (lambda: attending(Attention(8, heads=4, shared_by=2)), 1),
+    "weight norm": (lambda: normed(nn.Conv2d(3, 4, 3)), 1),
     "two readers": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 16), Two(), nn.Linear(4, 5)), 1),
 }
 

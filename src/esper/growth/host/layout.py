@@ -38,7 +38,7 @@ class LayerSize(NamedTuple):
     inputs: int
     outputs: int
     kernel: int  # weights per pair of input and output
-    has_bias: bool
+    per_output: int  # parameters of each output besides the weights: a bias, the length of a weight norm
     positions: int  # per sample for which it computes its output
 
     def cost(self, inputs: int, outputs: int) -> tuple[int, int]:

@@ -31,6 +31,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
@@ -45,6 +46,7 @@ Part = Literal["layer", "own", "passed"]
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+WEIGHT_NORM = "parametrizations.weight"  # the submodule that holds the tensors of a weight norm
 OWN = (*BATCH_NORMS, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.PReLU)
 
 
@@ -203,13 +205,31 @@ def axis_of(module: nn.Module) -> int:
     return -1 if isinstance(module, nn.Linear) else 1
 
 
+def has_weight_norm(module: nn.Module) -> bool:
+    """Return whether the rows of a layer's weight are made by torch's weight norm, from a direction and a length for each row."""
+    if not is_parametrized(module) or not isinstance(module, LAYERS):
+        return False
+    made = dict(module.get_submodule("parametrizations").named_children())
+    steps = list(made.get("weight", nn.Module()).children())
+    return len(made) == 1 and len(steps) == 1 and isinstance(steps[0], _WeightNorm) and steps[0].dim == 0
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a module without children, by name; of a weight norm, the tensors it makes the weight from."""
+    found = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    if has_weight_norm(module):
+        found |= {f"{WEIGHT_NORM}.{name}": tensor for name, tensor in module.get_submodule(WEIGHT_NORM).named_parameters()}
+    return found
+
+
 def reason_against_layer(module: nn.Module, does: str) -> str:
     """Return why a layer cannot get new rows or columns, whatever the host does with them; "" if it can."""
     kind = type(module).__name__
     plain = next(base for base in LAYERS if isinstance(module, base))
     if type(module).forward is not plain.forward:
         return f"cannot be widened: {kind} computes its output in its own way"
-    if is_parametrized(module) or any(hasattr(hook, "name") for hook in module._forward_pre_hooks.values()):
+    is_own = has_weight_norm(module) and does == "makes its units"  # every row is made from its own direction and length
+    if (is_parametrized(module) and not is_own) or any(hasattr(hook, "name") for hook in module._forward_pre_hooks.values()):
         return "cannot be widened: a parametrization, such as spectral or weight norm, makes its weight from all of its rows or columns"
     if getattr(module, "groups", 1) > 1 and does == "makes its units":
         return "are made by a grouped convolution, which gets new groups when the layer before it is widened"
@@ -221,11 +241,9 @@ def _reason_against_calls(name: str, module: nn.Module, host: nn.Module, plain: 
     calls = len(plain.inputs.get(name, ()))
     if calls != 1:
         return "cannot be widened: the layer does not run as a module of its own" if calls == 0 else f"are made {calls} times in a pass"
+    shared = tensors_of(module)[f"{WEIGHT_NORM}.original1" if has_weight_norm(module) else "weight"]
     owners = [
-        other
-        for other, some in host.named_modules(remove_duplicate=False)
-        for weight in some._parameters.values()
-        if weight is module.weight
+        other for other, some in host.named_modules(remove_duplicate=False) for weight in some._parameters.values() if weight is shared
     ]
     if len(owners) > 1:
         return f"cannot be widened: {' and '.join(map(repr, owners[:2]))} share the weight"
@@ -234,7 +252,7 @@ def _reason_against_calls(name: str, module: nn.Module, host: nn.Module, plain: 
 
 def reason_against_uses(module: nn.Module, uses: Mapping[int, int]) -> str:
     """Return why the weights of a module cannot change their shape; "" if only the module itself reads them."""
-    if any(uses.get(id(weight), 0) > 1 for weight in module.parameters(recurse=False)):
+    if any(uses.get(id(weight), 0) > 1 for weight in tensors_of(module).values()):
         return "cannot be widened: the host also uses its weights outside of the module"
     return ""
 
@@ -421,7 +439,8 @@ def _is_wider(before: torch.Size | None, after: torch.Size) -> bool:
 def _size(layer: Layer, shape: torch.Size) -> LayerSize:
     outputs, inputs = layer.weight.shape[:2]
     positions = math.prod(shape) // max(shape[0] * outputs, 1)
-    return LayerSize(inputs, outputs, math.prod(layer.weight.shape[2:]), layer.bias is not None, positions)
+    per_output = (layer.bias is not None) + has_weight_norm(layer)
+    return LayerSize(inputs, outputs, math.prod(layer.weight.shape[2:]), per_output, positions)
 
 
 def _cost_of_own(modules: Sequence[tuple[nn.Module, torch.Size]]) -> tuple[int, int]:

@@ -185,7 +185,7 @@ def widening_cost(chain: Sequence[Units], added: Sequence[int]) -> Cost:
         sizes = dict(units.sizes)
         for name in units.producers:
             size, outputs = sizes[name], count * units.features_of(name)
-            parts += [size.cost(size.inputs + read.get(name, 0), outputs), (outputs if size.has_bias else 0, 0)]
+            parts += [size.cost(size.inputs + read.get(name, 0), outputs), (outputs * size.per_output, 0)]
         parameters, flops = units.own_cost
         parts.append((count * parameters // units.width, count * flops // units.width))
         for reader in units.readers:
