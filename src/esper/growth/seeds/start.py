@@ -150,10 +150,10 @@ class _Outgoing:
         self.new: Layer = new
         self.units = new.weight.shape[0]  # k
         self._backs = [layer_of(back) for reader in units.readers if (back := parts[reader.name].back) is not None]
-        size = sum(back.weight.numel() for back in self._backs) // self.units  # D
-        self.rounds = min(math.ceil(size / self.units), max(steps // 2, 1))
+        self.size = sum(back.weight.numel() for back in self._backs) // self.units  # D
+        self.rounds = min(math.ceil(self.size / self.units), max(steps // 2, 1))
         generator = torch.Generator().manual_seed(random_seed)
-        self.columns = torch.randperm(size, generator=generator)[: self.rounds * self.units].sort().values  # [K]
+        self.columns = torch.randperm(self.size, generator=generator)[: self.rounds * self.units].sort().values  # [K]
         of_host = sum(float(layer_of(host[reader.name]).weight.detach().double().square().sum()) for reader in units.readers)
         self.length = math.sqrt(of_host / units.width)
         self.sums = torch.zeros(len(self.columns), new.weight[0].numel(), dtype=torch.float64)  # [K, I]
@@ -182,7 +182,7 @@ class _Outgoing:
     def show(self, number: int) -> None:
         """Let every unit show one column: a unit vector as its outgoing weights."""
         columns = self.columns[self.shown(number)]
-        weights = torch.zeros(self.units, sum(back.weight.numel() for back in self._backs) // self.units)
+        weights = torch.zeros(self.units, self.size, dtype=torch.float64)
         weights[torch.arange(len(columns)), columns] = self.length
         self.set_outgoing(weights)
 
@@ -200,8 +200,8 @@ class _Outgoing:
             return "no gradient reached new units that start at zero"
         vectors, values, _ = torch.linalg.svd(means, full_matrices=False)  # [K, min(K, I)]
         count = min(self.units, int((values > 1e-6 * values[0]).sum()))
-        weights = torch.zeros(self.units, sum(back.weight.numel() for back in self._backs) // self.units)
-        weights[:count, self.columns] = self.length * vectors[:, :count].T.to(weights)
+        weights = torch.zeros(self.units, self.size, dtype=torch.float64)
+        weights[:count, self.columns] = self.length * vectors[:, :count].T
         self.set_outgoing(weights)
         self.set_incoming_to_zero(count)
         return ""
@@ -272,7 +272,7 @@ def reason_against_gradmax(slotted: Slotted, slot: str, blueprint: str) -> str:
             largest[factor] = _tried(slotted, seed)[0]
         GradMax(seed, [], chain, modules, steps=2).show()
         at_zero, gradients = _tried(slotted, seed)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return f"the host cannot be tried on its example in training mode: {error}"
     negligible = 1e3 * NEARLY_ZERO
     if at_zero > negligible:
