@@ -14,7 +14,7 @@ from esper.growth import add_slots
 from esper.growth.host.layout import Reader, Through, Units
 from esper.growth.host.units import chains, find_units
 from esper.growth.lifecycle.stages import Cost
-from esper.growth.seeds.blueprints import flop_counter, widening_cost
+from esper.growth.seeds.blueprints import blueprints_for, flop_counter, widening_cost
 
 IMAGES = torch.randn(2, 3, 8, 8)
 TOKENS = torch.randn(2, 5, 16)
@@ -342,3 +342,16 @@ def test_a_slot_after_a_block_widens_the_feedforward_network_and_one_after_the_a
     heads, hidden = ["0.0.query", "0.0.key", "0.0.value"], ["0.1.gate", "0.1.up"]
     assert widened == {("0", "widen_50"): hidden, ("0", "widen_50_chain"): [*heads, *hidden], ("0.0", "widen_50"): heads}
     assert "4 of 4 features" in slotted.describe()
+
+
+def test_a_last_block_has_a_default_slot_for_seeds_that_widen_the_units_inside_it_and_for_no_others() -> None:
+    slotted = add_slots(nn.Sequential(Residual(8), Residual(8)), torch.randn(2, 8, 4, 4))
+    assert list(slotted.slots) == ["0", "1"]
+    assert {blueprint.name for blueprint in blueprints_for(slotted.place("1"))} == {"widen_25", "widen_50", "widen_100"}
+    assert "conv3x3" in {blueprint.name for blueprint in blueprints_for(slotted.place("0"))}
+    assert "it would change the predictions directly" in slotted.describe()
+    named = add_slots(nn.Sequential(Residual(8), Residual(8)), torch.randn(2, 8, 4, 4), slots=["1"])
+    assert "conv3x3" in {blueprint.name for blueprint in blueprints_for(named.place("1"))}  # whoever names it may have any seed there
+    alone = add_slots(nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)), TOKENS)
+    assert list(alone.slots) == ["1"]
+    assert list(add_slots(nn.Sequential(Gated(16, 24)), TOKENS).slots) == ["0.gate", "0.up"]  # inside it

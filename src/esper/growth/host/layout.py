@@ -122,6 +122,7 @@ class Place:
     flops_behind: int = 0  # FLOPs per sample of the host's forward pass after this place
     chain: tuple[Units, ...] = ()  # units that can be widened: those at this place and in a row behind, or those inside the submodule
     why_not_wider: str = ""  # reason why the units at this place cannot be widened
+    only_wider: str = ""  # reason why only units inside the submodule may be added here, by a width seed; "" if any seed may grow
     earlier: int = 0  # slots at the same place that hold kept seeds; this one is applied after them
 
     @property

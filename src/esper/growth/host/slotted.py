@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from esper.display import Card, Displayed
 from esper.growth.config import GrowthError
-from esper.growth.host.default_slots import choose
+from esper.growth.host.default_slots import choose, with_last_blocks
 from esper.growth.host.discover import Discovery, call, discover, weights_of
 from esper.growth.host.isolation import eager, is_compiled, isolated, unwrap
 from esper.growth.host.layout import Place
@@ -72,7 +72,8 @@ def add_slots(model: nn.Module, example_input: Any, *, slots: Sequence[str] | No
     host = unwrap(model)
     check_has_no_slots(host)
     found = with_units(discover(host, example_input), *find_units(host, example_input))
-    return Slotted(model, host, found, choose(host, found, slots), example_input)
+    names = choose(host, found, slots)
+    return Slotted(model, host, with_last_blocks(found, names) if slots is None else found, names, example_input)
 
 
 def _check_model(model: object) -> None:
@@ -462,7 +463,8 @@ class Slotted(Displayed):
 
 
 def _output(place: Place) -> str:
-    return f"{place.kind} {'×'.join(map(str, place.shape))}" + (" causal" if place.is_causal else "")
+    about = (" causal" if place.is_causal else "") + (" of the host" if place.only_wider else "")
+    return f"{place.kind} {'×'.join(map(str, place.shape))}{about}"
 
 
 def _content(slot: Slot | None) -> str:

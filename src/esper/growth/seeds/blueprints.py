@@ -131,6 +131,8 @@ def reason_against(blueprint: Blueprint, place: Place) -> str | None:
         if not place.chain:
             return place.why_not_wider or "its units were not looked at"
         return "there are no layers in a row" if blueprint.is_chain and len(place.chain) < 2 else None
+    if place.only_wider:
+        return place.only_wider
     if place.kind not in blueprint.kinds:
         return f"it is made for {' and '.join(sorted(blueprint.kinds))} outputs"
     # Ask again without the place's restrictions to find the one that is the reason.
