@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR, ReduceLROnPlateau,
 from torch.utils.data import DataLoader, TensorDataset
 
 from esper.growth import Grown, GrowthConfig, GrowthError, grow
-from esper.growth.lifecycle.stages import Advance, Fossilize, Germinate, Prune
+from esper.growth.lifecycle.stages import Action, Advance, Fossilize, Germinate, Prune
 from esper.growth.run import open_run
 from esper.growth.training import training_config
 from esper.growth.training_loop import Training
@@ -52,8 +52,11 @@ LIVES = {
 }
 
 
-def script() -> Script:
-    return Script(LIVES, probes=[0, 2, 3])
+WIDER = {1: [Germinate("second", "test", "widen_100")], 5: [Fossilize("second", "test")]}
+
+
+def script(lives: Mapping[int, Sequence[Action]] = LIVES) -> Script:
+    return Script(lives, probes=[0, 2, 3])
 
 
 def settings(lifecycle: LifecycleConfig = QUICK, **others: Any) -> GrowthConfig:
@@ -102,13 +105,14 @@ def run(
     stop=lambda: False,
     resume=False,
     schedule: Any = None,
+    lives: Mapping[int, Sequence[Action]] = LIVES,
 ) -> Grown:
     torch.manual_seed(100 if resume else 7)  # another process would not be at the same numbers
     one = training(make_loader(), lifecycle, schedule=schedule)
     if not resume:
         torch.manual_seed(7)
     with open_run(folder, resume=resume, config=one.config, should_stop=stop) as opened:
-        return one.run(script(), opened)
+        return one.run(script(lives), opened)
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +180,20 @@ def test_a_run_may_be_stopped_and_resumed_many_times(looks: int, uninterrupted, 
         result = run(tmp_path / "run", stateful, QUICK_SHADOW, stop=Countdown(looks), resume=True)
     assert_same_result(result, whole)
     assert story(tmp_path / "run") == story(of_whole)
+
+
+@pytest.mark.parametrize("start", ["gradmax", "best"])
+def test_a_run_that_is_stopped_while_a_seed_searches_its_start_weights_equals_an_uninterrupted_one(start: str, tmp_path: Path) -> None:
+    lifecycle = msgspec.structs.replace(QUICK, start_weights=start)
+    whole = run(tmp_path / "whole", stateful, lifecycle, lives=WIDER)
+    assert [entry.outcome for entry in whole.ledger.entries] == ["kept"]
+    result = run(tmp_path / "run", stateful, lifecycle, lives=WIDER, stop=Countdown(8))  # after two of the six steps of the search
+    while result.status == "stopped":
+        result = run(tmp_path / "run", stateful, lifecycle, lives=WIDER, stop=Countdown(3), resume=True)
+    assert_same_result(result, whole)
+    assert story(tmp_path / "run") == story(tmp_path / "whole")
+    (widened,) = [event for event in story(tmp_path / "run") if event["kind"] == "widened"]
+    assert (widened["start"], widened["why_random"]) == (start, "")
 
 
 @pytest.mark.parametrize("make_loader", [stateful, shuffling], ids=["loader with a state", "loader without"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.parametrizations import weight_norm
 
 import esper
 from esper.growth.config import BudgetConfig, GrowthConfig, GrowthError, RentConfig
@@ -15,7 +16,7 @@ from esper.growth.events import Folded, Shrunk, Widened
 from esper.growth.host.units import find_units, layer_of
 from esper.growth.lifecycle.stages import Fossilize, Germinate, Shrink, Stage
 from tests.growth.builders import QUICK, Loop, Script, adamw, make_host, make_loop
-from tests.growth.host.test_units import ConvNeXt, InvertedResidual, Residual
+from tests.growth.host.test_units import Attention, ConvNeXt, InvertedResidual, Residual
 
 IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 KEPT = 4
@@ -42,7 +43,9 @@ HOSTS = {
     "plain": plain,
     "residual": lambda: Wrapped(Residual(8)),
     "inverted residual": lambda: Wrapped(InvertedResidual(8)),
+    "weight norm": lambda: nn.Sequential(nn.Flatten(), weight_norm(nn.Linear(192, 6)), nn.ReLU(), nn.Linear(6, 4)),
     "convnext": lambda: Wrapped(ConvNeXt(8)),
+    "grouped queries": lambda: nn.Sequential(nn.Flatten(1, 2), Attention(8, heads=4, shared_by=2), nn.Flatten(), nn.Linear(192, 4)),
 }
 
 

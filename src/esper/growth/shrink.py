@@ -27,7 +27,7 @@ from esper.growth.host.discover import discover
 from esper.growth.host.isolation import is_compiled, unwrap
 from esper.growth.host.layout import Units
 from esper.growth.host.slotted import check_has_no_slots
-from esper.growth.host.units import find_units, layer_of, part_of
+from esper.growth.host.units import find_units, layer_of, part_of, tensors_of
 from esper.growth.lifecycle.stages import Cost
 from esper.growth.measure.contribution import Evaluate, gain_of, losses_of, rent_of
 from esper.growth.seeds.blueprints import widening_cost
@@ -112,19 +112,20 @@ def _less(cost: Cost, removed: Cost) -> Cost:
 
 def _smallest(host: nn.Module, units: Units, share: float) -> list[int]:
     """Return the numbers of the units with the smallest weights, in whole groups: at least one group, at most a share of the layer."""
-    rows = torch.stack([layer_of(host.get_submodule(name)).weight.detach().flatten(1).square().sum(1) for name in units.producers]).sum(0)
+    squares = [layer_of(host.get_submodule(name)).weight.detach().flatten(1).square().sum(1) for name in units.producers]  # [outputs]
+    rows = torch.stack([square.reshape(units.width, -1).sum(1) for square in squares]).sum(0)
     columns = torch.zeros_like(rows)
     for reader in units.readers:
-        squares = layer_of(host.get_submodule(reader.name)).weight.detach().square().transpose(0, 1).flatten(1).sum(1)  # [inputs]
-        columns += squares.reshape(units.width, -1).sum(1).to(columns)
+        square = layer_of(host.get_submodule(reader.name)).weight.detach().square().transpose(0, 1).flatten(1).sum(1)  # [inputs]
+        columns += square.reshape(units.width, -1).sum(1).to(columns)
     size = (rows * columns).reshape(-1, units.step).sum(1)  # of each group
     count = max(math.floor(share * units.width / units.step), 1)
     chosen = size.argsort()[:count].tolist()
     return sorted(group * units.step + number for group in chosen for number in range(units.step))
 
 
-def _inputs_of(units: Units, group: Sequence[int], features: int) -> list[int]:
-    """Return the inputs of a reader that belong to these units."""
+def _features_of(group: Sequence[int], features: int) -> list[int]:
+    """Return the features of a layer that belong to these units, if it has `features` for each."""
     return [unit * features + feature for unit in group for feature in range(features)]
 
 
@@ -135,7 +136,7 @@ def _silenced(host: nn.Module, units: Units, group: Sequence[int]) -> Iterator[N
     kept = {reader: weight.data for reader, weight in weights.items()}
     try:
         for reader, weight in weights.items():
-            weight.data = weight.data.index_fill(1, torch.tensor(_inputs_of(units, group, reader.features), device=weight.device), 0.0)
+            weight.data = weight.data.index_fill(1, torch.tensor(_features_of(group, reader.features), device=weight.device), 0.0)
         yield
     finally:
         for reader, weight in weights.items():
@@ -155,15 +156,14 @@ def _remove(host: nn.Module, units: Units, group: Sequence[int], optimizer: Opti
     left = [unit for unit in range(units.width) if unit not in set(group)]
     for name in units.producers:
         layer = layer_of(host.get_submodule(name))
-        for tensor in (layer.weight, layer.bias):
-            if tensor is not None:
-                _select(tensor, 0, left, optimizer)
-        layer.__dict__.update({key: len(left) for key in sizes_of(layer) if key.startswith("out_")})
+        for tensor in tensors_of(layer).values():
+            _select(tensor, 0, _features_of(left, units.features_of(name)), optimizer)
+        layer.__dict__.update({key: layer.weight.shape[0] for key in sizes_of(layer) if key.startswith("out_")})
     for name in units.own:
         _cut_own(host.get_submodule(name), units, left, optimizer)
     for reader in units.readers:
         layer = layer_of(host.get_submodule(reader.name))
-        _select(layer.weight, 1, _inputs_of(units, left, reader.features), optimizer)
+        _select(layer.weight, 1, _features_of(left, reader.features), optimizer)
         layer.__dict__.update({key: layer.weight.shape[1] for key in sizes_of(layer) if key.startswith("in_")})
 
 
@@ -172,7 +172,7 @@ def _cut_own(module: nn.Module, units: Units, left: Sequence[int], optimizer: Op
     assert part_of(module) == "own"
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         if tensor.ndim:
-            _select(tensor, 0, _inputs_of(units, left, tensor.shape[0] // units.width), optimizer)
+            _select(tensor, 0, _features_of(left, tensor.shape[0] // units.width), optimizer)
     vars(module).update({key: size * len(left) // units.width for key, size in sizes_of(module).items()})
 
 

@@ -663,6 +663,30 @@ def test_generated_text_is_the_same_with_and_without_a_cache(kind: Kind) -> None
         assert torch.equal(*texts), growth
 
 
+@pytest.mark.slow
+@pytest.mark.extra("transformers")
+def test_llama_gets_new_heads_with_their_queries_keys_and_values_and_generates_the_same_text_when_they_are_folded() -> None:
+    kind, layer = KINDS["transformers Llama"], "model.layers.0.self_attn"
+    slotted = add_slots(kind.model(), kind.batch(), slots=[f"{layer}.q_proj"])
+    options = {"input_ids": tokens(2, 4, seed=5), "attention_mask": torch.ones(2, 4), "max_new_tokens": 6, "do_sample": False}
+    before = kind.run(slotted)
+    seed = germinate(slotted, f"{layer}.q_proj", "widen_100")
+    assert kind.is_same(kind.run(slotted), before)
+    assert [(plan.module.removeprefix(f"{layer}."), plan.inputs, plan.outputs) for plan in seed.spec.wide] == [
+        ("q_proj", 0, 16),  # two heads of 8 features, which share one head of keys and values
+        ("k_proj", 0, 8),
+        ("v_proj", 0, 8),
+        ("o_proj", 16, 0),
+    ]
+    perturb(seed)
+    grown, text = kind.run(slotted), slotted.host.generate(**options)  # type: ignore[operator]
+    assert not kind.is_same(grown, before)
+    keep_all(slotted)
+    folded = slotted.bake()
+    assert agree(kind.run(folded), grown)
+    assert torch.equal(folded.generate(**options), text)  # type: ignore[operator]
+
+
 @kinds_with(lambda kind: bool(kind.needs))
 def test_a_model_of_a_library_is_grown_saved_and_loaded(kind: Kind, tmp_path: Path) -> None:
     plan = [(0, name, blueprints_for(slot.place)[-1].name) for name, slot in kind.slotted().slots.items()]

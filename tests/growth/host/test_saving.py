@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import esper
 from esper.growth import GrowthError, add_slots, register_blueprint
@@ -280,3 +281,20 @@ def test_exported_models_run_without_esper_and_give_equal_outputs(tmp_path: Path
 def test_loading_into_a_class_says_to_pass_an_instance(tmp_path: Path) -> None:
     with pytest.raises(GrowthError, match=r"is the class Linear; pass an instance: model=Linear\(\)"):
         esper.load(tmp_path / "model.safetensors", model=nn.Linear)  # type: ignore[arg-type]
+
+
+def test_a_folded_layer_with_a_weight_norm_is_saved_and_loaded(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(weight_norm(nn.Linear(8, 6)), nn.ReLU(), nn.Linear(6, 3))
+
+    inputs = torch.randn(4, 8)
+    slotted = add_slots(make(), inputs, slots=["0"])
+    perturb(germinate(slotted, "0", "widen_50"))
+    slotted.slot("0").is_kept = True
+    grown = slotted(inputs)
+    folded = slotted.bake()
+    assert torch.allclose(folded(inputs), grown, atol=1e-6)
+    esper.save(folded, tmp_path / "model.safetensors")
+    loaded = esper.load(tmp_path / "model.safetensors", model=make())
+    assert torch.equal(loaded(inputs), folded(inputs))
+    assert loaded[0].parametrizations.weight.original0.shape == (9, 1)

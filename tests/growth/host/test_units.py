@@ -14,7 +14,7 @@ from esper.growth import add_slots
 from esper.growth.host.layout import Reader, Through, Units
 from esper.growth.host.units import chains, find_units
 from esper.growth.lifecycle.stages import Cost
-from esper.growth.seeds.blueprints import flop_counter, widening_cost
+from esper.growth.seeds.blueprints import blueprints_for, flop_counter, widening_cost
 
 IMAGES = torch.randn(2, 3, 8, 8)
 TOKENS = torch.randn(2, 5, 16)
@@ -60,6 +60,51 @@ class ConvNeXt(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
         return x + (self.gamma * self.pw2(F.gelu(self.pw1(h)))).permute(0, 3, 1, 2)
+
+
+class Attention(nn.Module):
+    """Causal attention with heads of a fixed size, whose number follows from the width. Heads of queries share those of keys and values.
+
+    `cache` holds the keys and values of earlier positions, and is extended.
+    """
+
+    def __init__(self, width: int, *, heads: int, shared_by: int = 1, size: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.size, self.shared_by = size, shared_by
+        self.query, self.key = nn.Linear(width, heads * size), nn.Linear(width, heads // shared_by * size, bias=False)
+        self.value, self.out = nn.Linear(width, heads // shared_by * size, bias=False), nn.Linear(heads * size, width)
+        self.norm, self.dropout = nn.LayerNorm(size), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
+        split = [made.view(*x.shape[:2], -1, self.size).transpose(1, 2) for made in (self.query(x), self.key(x), self.value(x))]
+        query, (key, value) = self.norm(split[0]), split[1:]  # [B, heads, T, size]
+        if cache is not None:
+            key, value = (torch.cat(pair, 2) for pair in zip(cache, (key, value), strict=True)) if cache else (key, value)
+            cache[:] = key, value
+        key, value = (part.repeat_interleave(self.shared_by, 1) for part in (key, value))
+        scores = query @ key.transpose(2, 3) / self.size**0.5
+        ahead = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1 + scores.shape[3] - scores.shape[2])
+        mixed = self.dropout(scores.masked_fill(ahead, -torch.inf).softmax(3)) @ value
+        return x + self.out(mixed.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+class FixedHeads(nn.Module):
+    """Attention with a fixed number of heads, whose size follows from the width; with one layer for all three, or with three."""
+
+    def __init__(self, width: int, *, heads: int, split: str) -> None:
+        super().__init__()
+        self.heads, self.split = heads, split
+        self.query, self.key, self.value = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
+        self.all, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.split == "view":
+            made = self.all(x).view(*x.shape[:2], 3, self.heads, -1).unbind(2)
+        else:
+            parts = self.all(x).chunk(3, -1) if self.split == "chunk" else (self.query(x), self.key(x), self.value(x))
+            made = tuple(part.view(*x.shape[:2], self.heads, -1) for part in parts)
+        mixed = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in made), is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Two(nn.Module):
@@ -145,6 +190,16 @@ def test_units_that_something_mixes_are_refused(middle: nn.Module, reason: str) 
 def test_weights_that_are_made_from_all_rows_are_refused() -> None:
     assert "parametrization" in reasons(nn.Sequential(spectral_norm(nn.Linear(16, 8)), nn.Linear(8, 4)), TOKENS)["0"]
     assert "parametrization" in reasons(nn.Sequential(nn.Linear(16, 8), weight_norm(nn.Linear(8, 4))), TOKENS)["0"]
+    by_column = nn.Sequential(weight_norm(nn.Linear(16, 8), dim=1), nn.Linear(8, 4))
+    assert "parametrization" in reasons(by_column, TOKENS)["0"]
+    assert "parametrization" in add_slots(by_column, TOKENS).describe()
+
+
+def test_a_layer_with_a_weight_norm_for_each_row_gets_new_units() -> None:
+    host = nn.Sequential(weight_norm(nn.Linear(16, 16)), nn.ReLU(), nn.Linear(16, 16))
+    assert structure(found(host, TOKENS)["0"]) == Units(("0",), (), (Reader("2", 1),), 16, 1)
+    host[2].weight = host[0].parametrizations.weight.original1
+    assert "share the weight" in reasons(host, TOKENS)["0"]
 
 
 def test_a_batch_norm_that_averages_over_all_batches_is_refused() -> None:
@@ -236,3 +291,67 @@ def test_a_dropout_that_runs_several_times_draws_for_new_units_as_for_others() -
     dropout = nn.Dropout(0.5)
     host = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), dropout, nn.Linear(8, 8), nn.ReLU(), dropout, nn.Linear(8, 2))
     assert [(units.name, units.own) for units in find_units(host, TOKENS)[0]] == [("0", ()), ("3", ())]
+
+
+def heads_of(shared_by: int) -> Units:
+    made = (("query", 4 * shared_by), ("key", 4), ("value", 4))
+    through = (("dropout", Through(shared_by, -3)),)
+    readers = (Reader("out", 4 * shared_by),)
+    return Units(("query", "key", "value"), ("dropout",), readers, 4 // shared_by, 1, through=through, made=made)
+
+
+@pytest.mark.parametrize("shared_by", [1, 2])
+def test_attention_is_widened_by_whole_heads_with_all_queries_that_share_their_keys(shared_by: int) -> None:
+    units = found(Attention(16, heads=4, shared_by=shared_by), TOKENS)
+    assert [structure(one) for one in units.values()] == [heads_of(shared_by)]
+    assert [units["query"].added(share) for share in (0.25, 0.5, 1.0)] == [1, 2 // shared_by, 4 // shared_by]
+
+
+@pytest.mark.parametrize(
+    ("split", "layer", "reason"),
+    [("three", "query", "are split into heads"), ("chunk", "all", "are split into parts"), ("view", "all", "are split into parts")],
+)
+def test_heads_whose_number_the_host_fixes_are_refused_and_described(split: str, layer: str, reason: str) -> None:
+    host = FixedHeads(16, heads=4, split=split)
+    assert not found(host, TOKENS)
+    assert reason in reasons(host, TOKENS)[layer]
+    assert reason in add_slots(host, TOKENS).describe()
+
+
+def test_the_cost_of_new_heads_is_that_of_the_attention_with_more_heads() -> None:
+    def counted(heads: int) -> Cost:
+        host = Attention(16, heads=heads, shared_by=2)
+        with flop_counter() as counter, torch.no_grad():
+            host(TOKENS)
+        return Cost(sum(parameter.numel() for parameter in host.parameters()), counter.get_total_flops() // len(TOKENS))
+
+    (units,) = found(Attention(16, heads=4, shared_by=2), TOKENS).values()
+    before, after = counted(4), counted(8)
+    assert widening_cost((units,), [2]) == Cost(after.parameters - before.parameters, after.flops - before.flops)
+
+
+def test_a_slot_after_a_block_widens_the_feedforward_network_and_one_after_the_attention_its_heads() -> None:
+    host = nn.Sequential(nn.Sequential(Attention(16, heads=4), Gated(16, 24)), nn.Linear(16, 2))
+    slotted = add_slots(host, TOKENS, slots=["0", "0.0"])
+    widened = {
+        (slot, name): [plan.module for plan in slotted.new_seed(slot, name, random_seed=0).spec.wide if plan.outputs and not plan.inputs]
+        for slot in ("0", "0.0")
+        for name in ("widen_50", "widen_50_chain")
+        if slot == "0" or name == "widen_50"
+    }
+    heads, hidden = ["0.0.query", "0.0.key", "0.0.value"], ["0.1.gate", "0.1.up"]
+    assert widened == {("0", "widen_50"): hidden, ("0", "widen_50_chain"): [*heads, *hidden], ("0.0", "widen_50"): heads}
+    assert "4 of 4 features" in slotted.describe()
+
+
+def test_a_last_block_has_a_default_slot_for_seeds_that_widen_the_units_inside_it_and_for_no_others() -> None:
+    slotted = add_slots(nn.Sequential(Residual(8), Residual(8)), torch.randn(2, 8, 4, 4))
+    assert list(slotted.slots) == ["0", "1"]
+    assert {blueprint.name for blueprint in blueprints_for(slotted.place("1"))} == {"widen_25", "widen_50", "widen_100"}
+    assert "conv3x3" in {blueprint.name for blueprint in blueprints_for(slotted.place("0"))}
+    assert "it would change the predictions directly" in slotted.describe()
+    named = add_slots(nn.Sequential(Residual(8), Residual(8)), torch.randn(2, 8, 4, 4), slots=["1"])
+    assert "conv3x3" in {blueprint.name for blueprint in blueprints_for(named.place("1"))}  # whoever names it may have any seed there
+    alone = add_slots(nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)), TOKENS)
+    assert list(alone.slots) == ["1"]
+    assert list(add_slots(nn.Sequential(Gated(16, 24)), TOKENS).slots) == ["0.gate", "0.up"]  # inside it

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import SGD, AdamW, Optimizer
 
 from esper.growth.host.layout import Place, Units
 from esper.growth.host.slots import WidePatch
 from esper.growth.host.units import chains, find_units
 from esper.growth.seeds.width import WidthSeed, fold, plan_of
-from tests.growth.host.test_units import Gated, InvertedResidual, Residual, Two
+from tests.growth.host.test_units import Attention, Gated, InvertedResidual, Residual, Two
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 PLACE = Place("", "dense", (1,), dtype=torch.float64)
@@ -37,6 +38,15 @@ def pooled(*blocks: nn.Module, width: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, width, 1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 5))
 
 
+def normed(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(weight_norm(layer), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5))
+
+
+def attending(attention: Attention) -> nn.Module:
+    """Return a host that reads an image as 24 tokens of 8 features."""
+    return nn.Sequential(nn.Flatten(1, 2), nn.Linear(8, 8), attention, nn.Flatten(), nn.Linear(192, 5))
+
+
 HOSTS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # name -> host, number of units in the chain that is widened
     "pair": (conv_host, 1),
     "chain of three": (conv_host, 3),
@@ -44,6 +54,9 @@ HOSTS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # name -> host, numbe
     "inverted residual": (lambda: pooled(InvertedResidual(4), width=4), 1),
     "group norm": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)), 1),
     "gated": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 8), Gated(8, 12), nn.Linear(8, 5)), 1),
+    "heads": (lambda: attending(Attention(8, heads=3)), 1),
+    "grouped queries": (lambda: attending(Attention(8, heads=4, shared_by=2)), 1),
+    "weight norm": (lambda: normed(nn.Conv2d(3, 4, 3)), 1),
     "two readers": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 16), Two(), nn.Linear(4, 5)), 1),
 }
 
@@ -230,3 +243,31 @@ def test_a_disconnected_seed_leaves_no_trace() -> None:
     host.load_state_dict(plain.state_dict())
     widened.seed.connect(widened.patches, False)
     assert torch.equal(host(inputs), plain(inputs))
+
+
+@pytest.mark.parametrize("shared_by", [1, 2])
+def test_new_heads_look_at_no_later_position_and_decode_from_the_cache_as_in_a_full_pass(shared_by: int) -> None:
+    torch.manual_seed(0)
+    host, tokens = Attention(8, heads=4, shared_by=shared_by).eval(), torch.randn(2, 6, 8)
+    (units,) = find_units(host, tokens)[0]
+    plain = host(tokens)
+    widened = Widened(host, (units,))
+    for part in widened.seed.parts:
+        if part.back is not None:
+            nn.init.normal_(part.back.weight)
+
+    def decoded() -> Tensor:
+        cache: list[Tensor] = []
+        outputs = torch.cat([host(tokens[:, position : position + 1], cache) for position in range(6)], 1)
+        assert cache[0].shape[1] == 6 // shared_by  # heads of keys: four and two more, or half of them
+        return outputs
+
+    full = host(tokens)
+    assert error(full, plain) > 0.1
+    changed = tokens.clone()
+    changed[:, 3] += 1
+    assert torch.equal(host(changed)[:, :3], full[:, :3])
+    assert error(decoded(), full) < 1e-12
+    widened.fold()
+    assert error(host(tokens), full) < 1e-12
+    assert error(decoded(), full) < 1e-12

@@ -1,9 +1,10 @@
 """Choose the places that get slots, by name or by default: after the blocks of a host, or after its activations if it has no blocks.
 
 A block is a submodule with layers inside whose output is one tensor. Containers (nn.Sequential and the like) and whole backbones are
-searched for blocks; blocks are not. Outputs of the host, and places with nothing behind them, are never chosen by default: a seed there
-would change the predictions directly. If only a pool uses the output of a place, the slot is put after the pool, where a seed costs a
-fraction, unless the pool leaves a single position. `benchmarks/growth_places.py` compares the accuracy of both places.
+searched for blocks; blocks are not. Outputs of the host, and places with nothing behind them, are not chosen by default, because a seed
+there would change the predictions directly. Only a last block with units inside that can be widened gets a slot, for seeds that widen them.
+If only a pool uses the output of a place, the slot is put after the pool, where a seed costs a fraction, unless the pool leaves a single
+position. `benchmarks/growth_places.py` compares the accuracy of both places.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -32,16 +34,27 @@ def _default(model: nn.Module, discovery: Discovery) -> set[str]:
     """Return the default places. Raise a GrowthError with all reasons if there are none."""
     inner = set(discovery.places) - discovery.last
     hidden = {name for name in inner if discovery.same_output[name] != 0}
+    blocks = [name for name in _walk(model, "") if name in discovery.places]
+    last = {name for name in blocks if name not in hidden and discovery.places[name].chain}
     for usable in (hidden, inner):  # a host may return all its hidden outputs too; then these are allowed
-        blocks = {name for name in _walk(model, "") if name in usable}
-        chosen = {_cheapest(name, discovery, usable) for name in blocks or _leaves(model, usable)}
+        chosen = {_cheapest(name, discovery, usable) for name in usable.intersection(blocks) or _leaves(model, usable)}
         if chosen:
-            return _one_each(chosen, discovery)
+            around = {name for name in last - inner if not any(place.startswith(f"{name}.") for place in chosen)}
+            return _one_each(chosen, discovery) | around
+    if last:
+        return last
     raise GrowthError(
         "there is no place for a slot inside this model: "
         + "; ".join(_reasons(model, discovery))
         + (f". With slots=[...], these can be chosen: {', '.join(discovery.places)}" if discovery.places else "")
     )
+
+
+def with_last_blocks(discovery: Discovery, names: Sequence[str]) -> Discovery:
+    """Return the discovery in which a last block that was chosen by default takes only seeds that widen the units inside it."""
+    reason = "it would change the predictions directly"
+    last = {name: replace(discovery.places[name], only_wider=reason) for name in names if name in discovery.last}
+    return replace(discovery, places={**discovery.places, **last})
 
 
 def _reasons(model: nn.Module, discovery: Discovery) -> list[str]:

@@ -38,7 +38,7 @@ class LayerSize(NamedTuple):
     inputs: int
     outputs: int
     kernel: int  # weights per pair of input and output
-    has_bias: bool
+    per_output: int  # parameters of each output besides the weights: a bias, the length of a weight norm
     positions: int  # per sample for which it computes its output
 
     def cost(self, inputs: int, outputs: int) -> tuple[int, int]:
@@ -65,7 +65,7 @@ class Through(NamedTuple):
 class Units:
     """Units that can be widened. Names are those of submodules, in the order in which they run."""
 
-    producers: tuple[str, ...]  # several if the host multiplies or adds their outputs, as a gated network does
+    producers: tuple[str, ...]  # several if the host combines their outputs, as a gated network or attention does
     own: tuple[str, ...]  # modules with weights, statistics or random numbers for each unit
     readers: tuple[Reader, ...]
     width: int  # number of units
@@ -75,10 +75,15 @@ class Units:
     own_cost: tuple[int, int] = (0, 0)  # parameters and FLOPs of the modules in `own`, for the host's units
     kept: int = 0  # units that width seeds have added and that are kept
     through: tuple[tuple[str, Through], ...] = ()  # how units go through some of the modules in `own`; the others have the defaults
+    made: tuple[tuple[str, int], ...] = ()  # features of a producer per unit, if a unit is an attention head; otherwise they make one each
 
     @property
     def name(self) -> str:
         return self.producers[0]
+
+    def features_of(self, producer: str) -> int:
+        """Return the number of output features of a producer per unit."""
+        return dict(self.made).get(producer, 1)
 
     def added(self, share: float) -> int:
         """Return the number of new units for a share of those that are there, in whole steps.
@@ -94,7 +99,7 @@ class Units:
         for name, size in self.sizes:
             inputs, outputs = kept.get(name, (0, 0))
             sizes.append((name, size._replace(inputs=size.inputs + inputs, outputs=size.outputs + outputs)))
-        return replace(self, sizes=tuple(sizes), kept=kept.get(self.name, (0, 0))[1])
+        return replace(self, sizes=tuple(sizes), kept=kept.get(self.name, (0, 0))[1] // self.features_of(self.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,7 @@ class Place:
     flops_behind: int = 0  # FLOPs per sample of the host's forward pass after this place
     chain: tuple[Units, ...] = ()  # units that can be widened: those at this place and in a row behind, or those inside the submodule
     why_not_wider: str = ""  # reason why the units at this place cannot be widened
+    only_wider: str = ""  # reason why only units inside the submodule may be added here, by a width seed; "" if any seed may grow
     earlier: int = 0  # slots at the same place that hold kept seeds; this one is applied after them
 
     @property

@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from esper.display import Card, Displayed
 from esper.growth.config import GrowthError
-from esper.growth.host.default_slots import choose
+from esper.growth.host.default_slots import choose, with_last_blocks
 from esper.growth.host.discover import Discovery, call, discover, weights_of
 from esper.growth.host.isolation import eager, is_compiled, isolated, unwrap, without_tf32
 from esper.growth.host.layout import Place
@@ -51,7 +51,7 @@ from esper.growth.host.slots import (
 )
 from esper.growth.host.state_dict import CheckStructure, agree, as_model_takes_it, attach, build_seed, find_homes, free_home, specs_in
 from esper.growth.host.units import find_units, modules_of, with_units
-from esper.growth.seeds.blueprints import KINDS, blueprints_for, blueprints_of, cost_of, get_blueprint, reason_against
+from esper.growth.seeds.blueprints import KINDS, blueprints_for, blueprints_of, cost_of, get_blueprint, reason_against, widened_by
 from esper.growth.seeds.seed import SPEC_KEYS, Blending, Seed, SeedSpec
 from esper.growth.seeds.width import IN_SHADOW, WidthSeed, fold as fold_seeds, make_seed
 from esper.runs.checkpoints import plain_name, plain_names
@@ -72,7 +72,8 @@ def add_slots(model: nn.Module, example_input: Any, *, slots: Sequence[str] | No
     host = unwrap(model)
     check_has_no_slots(host)
     found = with_units(discover(host, example_input), *find_units(host, example_input))
-    return Slotted(model, host, found, choose(host, found, slots), example_input)
+    names = choose(host, found, slots)
+    return Slotted(model, host, with_last_blocks(found, names) if slots is None else found, names, example_input)
 
 
 def _check_model(model: object) -> None:
@@ -462,7 +463,8 @@ class Slotted(Displayed):
 
 
 def _output(place: Place) -> str:
-    return f"{place.kind} {'×'.join(map(str, place.shape))}" + (" causal" if place.is_causal else "")
+    about = (" causal" if place.is_causal else "") + (" of the host" if place.only_wider else "")
+    return f"{place.kind} {'×'.join(map(str, place.shape))}{about}"
 
 
 def _content(slot: Slot | None) -> str:
@@ -488,16 +490,18 @@ def _costs(places: Mapping[str, Place]) -> list[tuple[str, ...]]:
 def _widths(places: Mapping[str, Place]) -> list[str]:
     """Return a table of the units that can be widened, with the cost of doubling them, and the reasons where none can be."""
     rows: list[tuple[str, ...]] = [("units of", "number", "read by", "slots at", "cost of widen_100", "of widen_100_chain")]
+    doubled, chain = get_blueprint("widen_100"), get_blueprint("widen_100_chain")
     seen: dict[str, list[str]] = {}  # producer -> places at which a slot can widen its units
     for name, place in places.items():
         if place.chain:
-            seen.setdefault(place.chain[0].name, []).append(name)
+            seen.setdefault(widened_by(doubled, place)[0].name, []).append(name)
     for names in seen.values():
         place = places[names[0]]
-        units, doubled, chain = place.chain[0], get_blueprint("widen_100"), get_blueprint("widen_100_chain")
+        (units,) = widened_by(doubled, place)
         costs = [cost_of(doubled, place), cost_of(chain, place) if reason_against(chain, place) is None else None]
         shown = [f"{_short(cost.parameters)} · {_short(cost.flops)}" if cost else "–" for cost in costs]
-        rows.append((" and ".join(units.producers), str(units.width), _few([reader.name for reader in units.readers]), _few(names), *shown))
+        number = f"{units.width} of {units.features_of(units.name)} features" if units.made else str(units.width)
+        rows.append((" and ".join(units.producers), number, _few([reader.name for reader in units.readers]), _few(names), *shown))
     reasons: dict[str, list[str]] = {}
     for name, place in places.items():
         if place.why_not_wider.startswith("its units"):

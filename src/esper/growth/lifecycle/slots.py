@@ -7,7 +7,7 @@ module behind a submodule of the host, with an optimiser of its own. A fleet has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -20,7 +20,7 @@ from esper.growth.config import GrowthConfig, SeedOptimizerConfig
 from esper.growth.host.layout import Place
 from esper.growth.host.slots import Slot
 from esper.growth.host.slotted import Slotted
-from esper.growth.lifecycle.backend import Life, Ramp, SeedPlan, SlotBackend
+from esper.growth.lifecycle.backend import Life, Ramp, SeedPlan, SlotBackend, StartWeights
 from esper.growth.lifecycle.ledger import Entry, Ledger, Outcome, Step
 from esper.growth.lifecycle.stages import (
     LIVING,
@@ -34,8 +34,9 @@ from esper.growth.lifecycle.stages import (
 )
 from esper.growth.measure.contribution import Allowance, allowance, marginal_rent, total
 from esper.growth.seeds.blueprints import REGISTRY, Blueprint, blueprints_for, check_branch, cost_of, get_blueprint, is_built_in, widened_by
-from esper.growth.seeds.seed import GATE_WIDTH, MakeOptimizer, SeedLearner, group_of
-from esper.growth.seeds.width import IN_SHADOW
+from esper.growth.seeds.seed import GATE_WIDTH, MakeOptimizer, Seed, SeedLearner, group_of
+from esper.growth.seeds.start import DRAWS, BestDraw, Draw, GradMax, StartSearch, reason_against_gradmax
+from esper.growth.seeds.width import IN_SHADOW, WidthSeed
 from esper.rng import Streams
 
 Promised = Mapping[tuple[str, str], float]  # (slot, blueprint) -> fall of the loss per step, as estimated by the probe
@@ -83,7 +84,19 @@ class SlotLifecycles(Generic[AnyBackend]):
         number = len(self.ledger.entries) + 1
         is_joint = rules.raise_mode == "joint"
         random_seed = self._streams.integer(f"seed {number}")
-        backend.plant(SeedPlan(blueprint, random_seed, rules.blending, is_joint, alpha=1.0 if is_joint else 0.0, warmup=self._warmup()))
+        is_wide = get_blueprint(blueprint).share is not None
+        backend.plant(
+            SeedPlan(
+                blueprint,
+                random_seed,
+                rules.blending,
+                is_joint,
+                alpha=1.0 if is_joint else 0.0,
+                warmup=self._warmup(),
+                start=rules.start_weights if is_wide and not backend.why_random(blueprint, rules.start_weights) else "random",
+                start_steps=2 * self.config.probe_steps,
+            )
+        )
         backend.life = Life(blueprint=blueprint, number=number, tried=backend.life.tried)
         cost = self.price(name, blueprint)
         self.ledger.entries.append(
@@ -313,6 +326,8 @@ class SlotLifecycles(Generic[AnyBackend]):
                 life.age += 1
             if (gradients := backend.gradients()) is not None:
                 life.gradients = gradients
+            if (failure := backend.take_failed_start()) and (entry := self._entry(life)) is not None:
+                entry.steps.append(Step(self.epoch, life.stage, f"its start weights are random: {failure}"))
             if life.stage is Stage.BLENDING and (life.ramp is None or life.ramp.done >= life.ramp.steps):
                 life.ramp = None
                 if life.is_withdrawing:
@@ -452,7 +467,7 @@ class SlotLifecycles(Generic[AnyBackend]):
                 life = msgspec.structs.replace(life, stage=Stage.FOSSILIZED)
             elif life.stage in OCCUPIED:
                 life, state[name]["seed"] = Life(tried=life.tried), None
-            state[name] |= {"life": msgspec.to_builtins(life), "learner": None}
+            state[name] |= {"life": msgspec.to_builtins(life), "learner": None, "search": None}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -511,9 +526,38 @@ class ModuleBackend(SlotBackend):
         if seed.spec.wide and not plan.is_connected:
             seed.spec = msgspec.structs.replace(seed.spec, order=seed.spec.order + IN_SHADOW)
         learner = self._make_learner(seed, warmup=plan.warmup)
+        if plan.start != "random":
+            learner.search = self._new_search(seed, plan)
+            learner.search.show()
         self.slot.plant(seed, connected=plan.is_connected)
         self.slot.alpha = plan.alpha
         self.learner = learner
+
+    def _new_search(self, seed: Seed, plan: SeedPlan) -> StartSearch:
+        """Return the search for the start weights of a new seed."""
+        assert isinstance(seed, WidthSeed)
+        if plan.start == "gradmax":
+            return self._search(seed, plan.start, [_weights_of(seed)], steps=plan.start_steps, random_seed=plan.random_seed)
+        others = [
+            self._slotted.new_seed(self.place.name, plan.blueprint, random_seed=plan.random_seed + number) for number in range(1, DRAWS)
+        ]
+        return self._search(seed, plan.start, [_weights_of(one) for one in (seed, *others)], steps=plan.start_steps)
+
+    def _search(self, seed: WidthSeed, start: str, draws: Sequence[Draw], *, steps: int, random_seed: int = 0) -> StartSearch:
+        if start == "gradmax":
+            chain = widened_by(get_blueprint(seed.spec.blueprint), self.place_now())
+            modules = dict(self._slotted.host.named_modules())
+            return GradMax(seed, draws, chain, modules, steps=steps, random_seed=random_seed)
+        return BestDraw(seed, draws, self.place.name, lambda slot, weights: self._make_learner(weights), steps=steps)
+
+    def why_random(self, blueprint: str, start: StartWeights) -> str:
+        return reason_against_gradmax(self._slotted, self.place.name, blueprint) if start == "gradmax" else ""
+
+    def take_failed_start(self) -> str:
+        if self.learner is None or self.learner.search is None or not self.learner.search.is_over:
+            return ""
+        failure, self.learner.search = self.learner.search.failure, None
+        return failure
 
     def uproot(self) -> None:
         self.slot.plant(None)
@@ -554,6 +598,7 @@ class ModuleBackend(SlotBackend):
             "learner": None if self.learner is None else self.learner.state_dict(),
             "alpha": self.slot.alpha,
             "is_connected": self.slot.is_connected,
+            "search": None if self.learner is None or self.learner.search is None else self.learner.search.state_dict(),
         }
 
     def load_seed_state(self, state: dict[str, Any], life: Life) -> None:
@@ -570,6 +615,11 @@ class ModuleBackend(SlotBackend):
         self.slot.seed.load_state_dict(state["seed"])
         if state["learner"] is not None:
             self.learner.load_state_dict(state["learner"])
+        self.learner.search = None
+        if (saved := state.get("search")) is not None:  # missing in files of earlier versions
+            assert isinstance(self.slot.seed, WidthSeed)
+            self.learner.search = self._search(self.slot.seed, "gradmax" if "sets" in saved else "best", [], steps=saved["steps"])
+            self.learner.search.load_state_dict(saved)
         self.slot.alpha = state["alpha"]
         self.slot.is_kept = life.stage is Stage.FOSSILIZED
         self.slot.connect(state["is_connected"])
@@ -580,6 +630,10 @@ class ModuleBackend(SlotBackend):
         learner = SeedLearner(seed, self._optimizer, group, self._config, self._make, warmup=warmup)
         learner.loss_unit = self.loss_unit
         return learner
+
+
+def _weights_of(seed: Seed) -> Draw:
+    return {name: parameter.detach().clone() for name, parameter in seed.named_parameters()}
 
 
 def make_backends(

@@ -38,7 +38,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -48,11 +48,13 @@ from torch.optim import Optimizer
 from esper.gradients import unscaled
 from esper.growth.host.slots import Slot
 from esper.growth.host.slotted import Slotted
-from esper.growth.lifecycle.slots import ModuleBackend, SlotLifecycles
 from esper.growth.lifecycle.stages import Cost, Stage
 from esper.growth.seeds.blueprints import build_branch, cost_of, get_blueprint, live_parameters
 from esper.growth.seeds.seed import MakeOptimizer, SeedLearner, group_of
 from esper.growth.seeds.width import CANDIDATE, WidthSeed
+
+if TYPE_CHECKING:  # it imports this module, for the start weights of seeds
+    from esper.growth.lifecycle.slots import ModuleBackend, SlotLifecycles
 
 STEPS_ALONG = 32  # optimiser steps along the same gradient; a momentum of 0.9 is then within 4 % of its limit
 LEAST_ANSWERS = 2  # least number of steps per candidate; with one, signal and noise cannot be separated
@@ -83,8 +85,7 @@ def portions(costs: Mapping[Key, Cost], host: Cost, *, probe_steps: int, length:
     3. leaving out the largest candidates.
     If the length is unknown, nothing is left out, and all portions together get about `probe_steps` steps.
     """
-    wanted, most_parameters = max(probe_steps, LEAST_ANSWERS), max(MOST_TIMES_THE_HOST * host.parameters, LEAST_PARAMETERS)
-    chosen = {key: cost for key, cost in costs.items() if cost.parameters <= most_parameters}
+    wanted, chosen = max(probe_steps, LEAST_ANSWERS), dict(costs)
     # Leave out candidates only if the epoch is too short even without a limit on FLOPs.
     while length is not None and len(chosen) > 1 and LEAST_ANSWERS * len(_filled(chosen, host, math.inf)) > length:
         del chosen[max(chosen, key=lambda key: chosen[key].parameters)]
@@ -121,7 +122,7 @@ def flops_of_asking(flops: int) -> int:
 
 
 @dataclass
-class _Trial:
+class Trial:
     """A candidate under evaluation, with sums over the steps so far."""
 
     branch: nn.Module  # of a width candidate, the whole seed
@@ -129,6 +130,17 @@ class _Trial:
     sums: list[Tensor] = field(default_factory=list)  # Σ gradient, one tensor per live parameter
     squares: Tensor | None = None  # Σ‖gradient‖²
     steps: Tensor | None = None  # number of steps with a finite gradient, on the device
+
+    def add(self, gradients: list[Tensor]) -> None:
+        """Add the gradient of one step to the sums."""
+        # A step whose gradient is not finite (an overflow under a loss scale) does not count. The device decides that; nothing is read.
+        square = squared_norm(gradients)
+        counts = torch.isfinite(square)
+        gradients = [torch.where(counts, part, torch.zeros_like(part)) for part in gradients]
+        square = torch.where(counts, square, torch.zeros_like(square))
+        self.sums = [old + new for old, new in zip(self.sums, gradients, strict=True)] if self.sums else gradients
+        self.squares = square if self.squares is None else self.squares + square
+        self.steps = counts.double() if self.steps is None else self.steps + counts
 
 
 @dataclass
@@ -150,12 +162,14 @@ class Probe:
     ) -> None:
         self._slotted, self._host, self._make_learner = slotted, host, make_learner
         self._random_seed, self._probe_steps = random_seed, probe_steps
-        self._costs = {key: cost_of(get_blueprint(key[1]), slotted.place(key[0])) for key in candidates}
+        costs = {key: cost_of(get_blueprint(key[1]), slotted.place(key[0])) for key in candidates}
+        most = max(MOST_TIMES_THE_HOST * host.parameters, LEAST_PARAMETERS)
+        self._costs = {key: cost for key, cost in costs.items() if cost.parameters <= most}
         self._portions: list[Portion] | None = None  # None: not planned yet
         self._length: int | None = None  # length of the epoch that they were planned for
         self._number = 0  # index of the current portion
         self._steps = 0  # steps at which it was evaluated so far
-        self._trials: dict[Key, _Trial] = {}  # candidates of the current portion
+        self._trials: dict[Key, Trial] = {}  # candidates of the current portion
         self._falls: dict[Key, Tensor] = {}  # results of finished portions, at a learning rate of 1
         self._caught: dict[str, list[_Caught]] = {}  # by slot
         self._counted: str | None = None  # slot at which samples are counted for the width candidates of the present portion
@@ -292,7 +306,7 @@ class Probe:
                 if gradient is not None:
                     part += gradient
             self.flops += len(caught.h) * flops_of_asking(self._costs[key].flops)
-        self._add_to_sums(trial, total)
+        trial.add(total)
 
     def _add_own_gradient(self, key: Key, scale: Tensor | None) -> None:
         """Add the gradient that a width candidate has got in the user's backward passes of this step to its sums."""
@@ -307,20 +321,9 @@ class Probe:
         for parameter in trial.live:
             parameter.grad = None
         self.flops += self._samples * flops_of_asking(self._costs[key].flops)
-        self._add_to_sums(trial, total)
+        trial.add(total)
 
-    def _add_to_sums(self, trial: _Trial, total: list[Tensor]) -> None:
-        """Add the gradient of one step to the sums of a candidate."""
-        # A step whose gradient is not finite (an overflow under a loss scale) does not count. The device decides that; nothing is read.
-        square = squared_norm(total)
-        counts = torch.isfinite(square)
-        total = [torch.where(counts, part, torch.zeros_like(part)) for part in total]
-        square = torch.where(counts, square, torch.zeros_like(square))
-        trial.sums = [old + new for old, new in zip(trial.sums, total, strict=True)] if trial.sums else total
-        trial.squares = square if trial.squares is None else trial.squares + square
-        trial.steps = counts.double() if trial.steps is None else trial.steps + counts
-
-    def _build_trial(self, key: Key) -> _Trial:
+    def _build_trial(self, key: Key) -> Trial:
         """Build the branch of a candidate and find its live parameters."""
         blueprint, place = get_blueprint(key[1]), self._slotted.place(key[0])
         if blueprint.share is not None:
@@ -332,16 +335,16 @@ class Probe:
             live = [parameter for part in seed.parts if part.back is not None for parameter in part.back.parameters()]
             for parameter in seed.parameters():
                 parameter.requires_grad_(any(parameter is own for own in live))
-            return _Trial(seed, live)
+            return Trial(seed, live)
         branch = build_branch(blueprint, place, seed=self._random_seed)
-        return _Trial(branch, [branch.get_parameter(name) for name in live_parameters(blueprint, place, branch)])
+        return Trial(branch, [branch.get_parameter(name) for name in live_parameters(blueprint, place, branch)])
 
     def _close(self) -> None:
         """Compute the results of the current portion, delete its branches, and move on to the next portion."""
         self._connect(False)
         trials, self._trials = self._trials, {}
         for key in list(trials):
-            fall = _fall(trials.pop(key), key[0], self._make_learner)
+            fall = fall_of(trials.pop(key), key[0], self._make_learner)
             if fall is not None:
                 self._falls[key] = fall
         self._number, self._steps = self._number + 1, 0
@@ -391,7 +394,7 @@ def _zeros_like(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False)
 
 
-def _fall(trial: _Trial, slot: str, make_learner: MakeLearner) -> Tensor | None:
+def fall_of(trial: Trial, slot: str, make_learner: MakeLearner) -> Tensor | None:
     """Return the fall of the loss in one step at a learning rate of 1: None without any step, NaN after a single one."""
     if trial.squares is None or trial.steps is None:
         return None

@@ -87,8 +87,14 @@ def _no_branch(place: Place) -> nn.Module:
 
 
 def widened_by(blueprint: Blueprint, place: Place) -> tuple[Units, ...]:
-    """Return the units that a width blueprint widens in a place."""
-    return place.chain if blueprint.is_chain else place.chain[:1]
+    """Return the units that a width blueprint widens in a place.
+
+    A blueprint without a chain widens the first units. In a transformer block these are the ones of the feed-forward network, although the
+    attention heads come before them: a slot after the attention itself widens heads alone.
+    """
+    if blueprint.is_chain:
+        return place.chain
+    return tuple(units for units in place.chain if not units.made)[:1] or place.chain[:1]
 
 
 def get_blueprint(name: str) -> Blueprint:
@@ -125,6 +131,8 @@ def reason_against(blueprint: Blueprint, place: Place) -> str | None:
         if not place.chain:
             return place.why_not_wider or "its units were not looked at"
         return "there are no layers in a row" if blueprint.is_chain and len(place.chain) < 2 else None
+    if place.only_wider:
+        return place.only_wider
     if place.kind not in blueprint.kinds:
         return f"it is made for {' and '.join(sorted(blueprint.kinds))} outputs"
     # Ask again without the place's restrictions to find the one that is the reason.
@@ -178,8 +186,8 @@ def widening_cost(chain: Sequence[Units], added: Sequence[int]) -> Cost:
     for units, count in zip(chain, added, strict=True):
         sizes = dict(units.sizes)
         for name in units.producers:
-            size = sizes[name]
-            parts += [size.cost(size.inputs + read.get(name, 0), count), (count if size.has_bias else 0, 0)]
+            size, outputs = sizes[name], count * units.features_of(name)
+            parts += [size.cost(size.inputs + read.get(name, 0), outputs), (outputs * size.per_output, 0)]
         parameters, flops = units.own_cost
         parts.append((count * parameters // units.width, count * flops // units.width))
         for reader in units.readers:

@@ -27,11 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import Optimizer
 
 from esper.growth.host.layout import Place, Through, Units
 from esper.growth.host.slots import WidePatch
-from esper.growth.host.units import Layer, axis_of, layer_of, part_of
+from esper.growth.host.units import WEIGHT_NORM, Layer, axis_of, has_weight_norm, layer_of, part_of, tensors_of
 from esper.growth.seeds.blueprints import get_blueprint, widened_by
 from esper.growth.seeds.seed import Blending, Seed, SeedSpec, WidePlan
 
@@ -63,7 +64,7 @@ def plan_of(chain: Sequence[Units], added: Sequence[int], kept: Kept | None = No
     """Return the parts of a seed that adds `added[i]` units to `chain[i]`. Neighbours share a layer, which reads one and makes the next."""
     inputs, outputs, axes = dict[str, int](), dict[str, int](), dict[str, int | None]()
     for units, count in zip(chain, added, strict=True):
-        outputs |= dict.fromkeys(units.producers, count)
+        outputs |= {name: count * units.features_of(name) for name in units.producers}
         inputs |= {reader.name: reader.features * count for reader in units.readers}
         for name in units.own:
             how = dict(units.through).get(name, Through())
@@ -96,6 +97,8 @@ class WidePart(nn.Module):
         outputs, inputs = layer.weight.shape[0] + plan.seen_outputs, layer.weight.shape[1] + plan.seen_inputs
         if plan.outputs:
             self.new = _layer(layer, inputs, plan.outputs, bias=layer.bias is not None, fan=inputs + plan.inputs)
+            if has_weight_norm(layer):
+                weight_norm(self.new)  # a new unit has a direction and a length of its own
         if plan.inputs:
             self.back = _layer(layer, plan.inputs, outputs, bias=False, fan=0)
         if plan.inputs and plan.outputs:
@@ -282,8 +285,8 @@ def fold(
             for plan, part in zip(seed.spec.wide, seed.parts, strict=True)
             if plan.module == name
         ]
-        if part_of(modules[name]) == "own":
-            _fold_own(modules[name], [part.own for _, _, _, part in grown], [optimizer for _, optimizer, _, _ in grown], into)
+        if part_of(modules[name]) == "own" or has_weight_norm(modules[name]):
+            _fold_own(modules[name], [part.own or part.new for _, _, _, part in grown], [optimizer for _, optimizer, _, _ in grown], into)
         else:
             _fold_layer(layer_of(modules[name]), grown, into)
     return undo
@@ -307,7 +310,7 @@ def sizes_of(module: nn.Module) -> dict[str, int]:
 
 
 def _tensors(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    return [(tensor, tensor.data) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))]
+    return [(tensor, tensor.data) for tensor in tensors_of(module).values()]
 
 
 def widen_to(modules: Mapping[str, nn.Module], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -316,17 +319,19 @@ def widen_to(modules: Mapping[str, nn.Module], shapes: Mapping[str, Sequence[int
     Only layers, and modules with weights for each unit, can be wider. Others stay as they are, and so do those whose shapes fit.
     """
     for name, module in modules.items():
-        prefix = f"{name}." if name else ""
-        wanted = shapes.get(f"{prefix}weight", shapes.get(f"{prefix}running_mean"))
-        now = next((tensor.shape for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)) if tensor.ndim), None)
-        if wanted is None or now is None or tuple(wanted) == tuple(now) or part_of(module) in (None, "passed"):
+        prefix, own = f"{name}." if name else "", tensors_of(module)
+        key = next(
+            (key for key in ("weight", f"{WEIGHT_NORM}.original1", "running_mean") if key in own and f"{prefix}{key}" in shapes), None
+        )
+        if key is None or tuple(shapes[f"{prefix}{key}"]) == tuple(own[key].shape) or part_of(module) in (None, "passed"):
             continue
+        wanted, now = shapes[f"{prefix}{key}"], own[key].shape
         is_layer = part_of(module) == "layer"
         if len(wanted) != len(now) or any(
             new < old or (new > old and axis > (1 if is_layer else 0)) for axis, (new, old) in enumerate(zip(wanted, now, strict=True))
         ):
             continue
-        for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        for key, tensor in own.items():
             if tensor.ndim and f"{prefix}{key}" in shapes:
                 _widen(tensor, tuple(shapes[f"{prefix}{key}"]), [], None)
         sizes = sizes_of(module)
@@ -368,18 +373,20 @@ def _fold_layer(module: Layer, grown: Sequence[tuple[WidthSeed, Optimizer | None
 
 
 def _fold_own(module: nn.Module, copies: Sequence[Any], optimizers: Sequence[Optimizer | None], into: Optimizer | None) -> None:
-    """Put the copies of a module for new units behind its own weights and statistics."""
-    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+    """Put the copies of a module for new units behind its own weights and statistics. Those of a layer with a weight norm are rows."""
+    tensors = [tensors_of(copied) for copied in copies]
+    for name, tensor in tensors_of(module).items():
         if tensor.ndim == 0:
             continue
-        parts = [getattr(copied, name) for copied in copies]
+        parts = [own[name] for own in tensors]
         start, blocks = tensor.shape[0], list[Block]()
         for part, optimizer in zip(parts, optimizers, strict=True):
             blocks.append((part, optimizer, 1.0, (slice(start, start + part.shape[0]),)))
             start += part.shape[0]
         _widen(tensor, (start, *tensor.shape[1:]), blocks, into)
     for name, size in sizes_of(module).items():
-        vars(module)[name] = size + sum(getattr(copied, name) for copied in copies)
+        if part_of(module) == "own" or name.startswith("out_"):
+            vars(module)[name] = size + sum(getattr(copied, name) for copied in copies)
 
 
 def _widen(tensor: Tensor, shape: Sequence[int], blocks: Sequence[Block], into: Optimizer | None) -> None:
