@@ -4,8 +4,8 @@
     python benchmarks/growth_peers.py --jobs 16
 
 All start with the same small network, which each of them can express: 64 pixels, 8 hidden units with an activation, 10 classes. All have
-the same split of the data and the FLOPs that esper's run of `--epochs` epochs took, seed by seed.
-All keep their best validation checkpoint.
+the same split of the data and, seed by seed, the FLOPs that esper's run of `--epochs` epochs took. All keep their best validation
+checkpoint.
 
     esper       `esper.grow` with the heuristic
     gromo       GrowingMLP as in its tutorial: epochs of training, then statistics over the training data, the optimal new units, a line

@@ -168,7 +168,9 @@ def on_schedule(setting: WideSetting, seed: int) -> GrowthConfig:
 
 def with_gradmax(config: GrowthConfig) -> GrowthConfig | None:
     """Return the config with GradMax's start weights; None if this version of the library has none."""
-    return structs.replace(config, start_weights="gradmax") if "start_weights" in GrowthConfig.__struct_fields__ else None
+    if "start_weights" not in LifecycleConfig.__struct_fields__:
+        return None
+    return structs.replace(config, lifecycle=structs.replace(config.lifecycle, start_weights="gradmax"))
 
 
 def parameters(depth: int, width: float) -> int:
