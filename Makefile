@@ -3,7 +3,7 @@
 # make lint      the same without tests
 # make test      all tests but those that need extras which .venv does not have at first
 # make test-all  these too: installs every extra into .venv and runs the tests with Lightning, transformers, peft, pyarrow, DuckDB, wandb, ONNX,
-#                sb3-contrib and MkDocs after `make test`
+#                sb3-contrib, gromo and MkDocs after `make test`
 # make docs      builds the documentation into build/docs, without network access; a broken link is an error
 # make clean     removes what tools leave behind, but neither .venv nor runs/
 #

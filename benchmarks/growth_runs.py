@@ -43,6 +43,7 @@ class Setting:
     epochs: int = 40
     learning_rate: float = 0.01
     schedule: str = "cosine"  # to 0 over the epochs of the run, or none
+    augment: bool = False  # disturb the training images as the task does it
 
     def load(self) -> Task:
         return _loaded(self.task, self.data_dir)
@@ -72,14 +73,18 @@ def _loaded(name: str, data_dir: Path | None) -> Task:
 # Options
 
 
-def add_options(parser: argparse.ArgumentParser, *, out: Path, seeds: int | None = 20, epochs: int | None = 40) -> None:
-    parser.add_argument("--task", default="digits")
+def add_options(
+    parser: argparse.ArgumentParser, *, out: Path, seeds: int | None = 20, epochs: int | None = 40, recipe: bool = True
+) -> None:
+    """Add the options of all growth benchmarks. Without `recipe`, the benchmark itself sets task, learning rate and schedule."""
+    if recipe:
+        parser.add_argument("--task", default="digits")
+        parser.add_argument("--recipe", choices=list(RECIPES), default="tuned", help="tuned: what suits the host that never grows best")
+        parser.add_argument("--learning-rate", type=float, help="of AdamW, instead of the recipe's")
+        parser.add_argument("--schedule", choices=["cosine", "none"], help="instead of the recipe's")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--seeds", type=int, default=seeds, help="how many, from 0 on")
     parser.add_argument("--epochs", type=int, default=epochs)
-    parser.add_argument("--recipe", choices=list(RECIPES), default="tuned", help="tuned: what suits the host that never grows best")
-    parser.add_argument("--learning-rate", type=float, help="of AdamW, instead of the recipe's")
-    parser.add_argument("--schedule", choices=["cosine", "none"], help="instead of the recipe's")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=2, help="worker processes, of one thread each")
     parser.add_argument("--fresh", action="store_true", help="forget the runs that are in the file already, instead of adding to them")
@@ -130,19 +135,27 @@ def earlier_runs(output: Output, setting: Setting, **about: Any) -> list[Record]
     return [record for record in output.earlier if "seed" in record and all(record.get(name) == value for name, value in wanted.items())]
 
 
-def train(setting: Setting, host: nn.Module, controller: Controller | str, *, seed: int, epochs: int | None = None) -> Record:
-    """One run of `grow`, and what came of it."""
+def train(
+    setting: Setting,
+    host: nn.Module,
+    controller: Controller | str,
+    *,
+    seed: int,
+    epochs: int | None = None,
+    config: GrowthConfig | None = None,
+) -> Record:
+    """One run of `grow`, and what came of it. `config` is that of the setting unless given."""
     task, epochs, began = setting.load(), epochs or setting.epochs, _now(setting)
     grown = grow(
         host.to(setting.device),
-        task.train_loader(seed=seed, device=setting.device),
+        task.train_loader(seed=seed, device=setting.device, augment=setting.augment),
         task.val_loader(device=setting.device),
         loss_fn=task.loss_fn,
         epochs=epochs,
         optimizer=setting.optimizer,
         scheduler=setting.scheduler(epochs),
         controller=controller,
-        config=setting.config(seed),
+        config=config or setting.config(seed),
     )
     return {
         **setting.about,
@@ -262,6 +275,13 @@ def compared(ours: Sequence[Record], theirs: Sequence[Record]) -> Record:
         "accuracy_difference": difference(ours, theirs, "test_accuracy", scale=100),
         "loss_difference": difference(ours, theirs, "test_loss"),
     }
+
+
+def best_rate(runs: list[Record]) -> list[Record]:
+    """Return the runs of one arm at the learning rate with the lowest mean validation loss."""
+    rates = sorted({run["learning_rate"] for run in runs})
+    by_rate = [[run for run in runs if run["learning_rate"] == rate] for rate in rates]
+    return min(by_rate, key=lambda of_rate: mean(of_rate, "val_loss"))
 
 
 def shown(interval: Record | None, digits: int = 2) -> str:

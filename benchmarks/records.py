@@ -31,7 +31,7 @@ def metadata() -> Record:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),  # with its build, 2.11.0+cu130, where the package's version is 2.11.0
-        **{package: _version(package) for package in ("numpy", "stable-baselines3", "sb3-contrib")},
+        **{package: _version(package) for package in ("numpy", "stable-baselines3", "sb3-contrib", "gromo", "growingnn", "peft")},
     }
 
 

@@ -51,12 +51,17 @@ MODULES = (  # modules of the standard library that are written in Python in eve
 
 
 def load_text(options: TaskOptions) -> Task:
-    text, source = _python_sources() if options.data_dir is None else _read_file(options.data_dir)
+    text, source = python_sources() if options.data_dir is None else read_text(options.data_dir)
+    return text_task(text, source, options)
+
+
+def text_task(text: str, source: str, options: TaskOptions, *, alphabet: str | None = None) -> Task:
+    """Return the task for a text. Tasks of several texts have the same ids if they are given the same alphabet."""
     length = options.sequence_length or SEQUENCE_LENGTH
     parts = _cut(text)
     for part, part_text in parts.items():
         _check_length(part, len(part_text), length, len(text))
-    alphabet = sorted(set(parts["train"]))
+    alphabet = "".join(sorted(set(parts["train"] if alphabet is None else alphabet)))
     vocabulary_size = len(alphabet) + 1
     train, validation, test = (_sequences(_ids(part_text, alphabet), length) for part_text in parts.values())
     return Task(
@@ -90,7 +95,7 @@ def _check_length(part: str, length: int, sequence_length: int, total: int) -> N
         )
 
 
-def _ids(text: str, alphabet: list[str]) -> Tensor:
+def _ids(text: str, alphabet: str) -> Tensor:
     """Return the id of every character, [len(text)]. Characters that are not in the alphabet get the last id."""
     codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     known = np.array([ord(character) for character in alphabet], dtype=np.uint32)
@@ -104,7 +109,7 @@ def _sequences(ids: Tensor, length: int) -> Split:
     return Split(ids[: count * length].view(count, length), ids[1 : count * length + 1].view(count, length))
 
 
-def _read_file(path: Path) -> tuple[str, str]:
+def read_text(path: Path) -> tuple[str, str]:
     """Return the text of a file, or of `input.txt` in a folder, and a description of its source."""
     wanted = "pass a text file, or a folder with input.txt, with --data-dir"
     file = path / "input.txt" if path.is_dir() else path
@@ -118,7 +123,7 @@ def _read_file(path: Path) -> tuple[str, str]:
         raise TaskError(f"cannot read {file}: {error.strerror}; {wanted}") from error
 
 
-def _python_sources() -> tuple[str, str]:
+def python_sources() -> tuple[str, str]:
     """Return the sources of MODULES as one text, and a description of their source."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     paths = [folder / f"{module}.py" for module in MODULES]
