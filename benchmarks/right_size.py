@@ -3,7 +3,9 @@
     python benchmarks/right_size.py --task digits
     python benchmarks/right_size.py --task digits-1d
     python benchmarks/right_size.py --task text
-    python benchmarks/right_size.py --task cifar10 --data-dir DIR --device cuda --jobs 12
+    python benchmarks/right_size.py --task cifar10 --data-dir DIR --device cuda --jobs 12 --without longer
+
+On a GPU, processes share it well only under NVIDIA's multi-process service (nvidia-cuda-mps-control -d).
 
 Arms, paired over seeds (same data, same order of batches):
 
@@ -63,7 +65,7 @@ class Work:
 WORKS = {
     "digits": Work({k: (w, 2 * w, 4 * w) for k, w in {1: 4, 2: 6, 4: 8, 8: 12, 16: 16, 32: 24, 64: 32, 128: 48}.items()}, 40, 20, 0.01),
     "digits-1d": Work({k: (w, 2 * w, 4 * w) for k, w in {1: 2, 2: 3, 4: 4, 8: 7, 16: 10, 32: 14, 64: 20, 128: 28}.items()}, 40, 12, 0.01),
-    "cifar10": Work({k: (w, 2 * w, 4 * w) for k, w in {1: 8, 2: 12, 4: 16, 8: 24, 16: 32, 32: 48, 64: 64}.items()}, 20, 12, 0.01),
+    "cifar10": Work({k: (w, 2 * w, 4 * w) for k, w in {1: 8, 2: 12, 4: 16, 8: 24, 16: 32, 32: 48, 64: 64, 128: 90}.items()}, 20, 12, 0.01),
     "text": Work({1: (32, 2, 2), 2: (48, 2, 3), 4: (64, 3, 4), 8: (96, 3, 6), 16: (128, 4, 8)}, 20, 8, 0.003, samples=4_000),
 }
 
@@ -250,8 +252,8 @@ def from_scratch(grown: nn.Module, start: nn.Module, task: Task, *, seed: int) -
 # Runs
 
 
-def run_growing(setting: Setting, seed: int) -> list[Record]:
-    """The arms whose cost follows from the grown run."""
+def run_growing(setting: Setting, seed: int, without: tuple[str, ...]) -> list[Record]:
+    """The arms whose cost follows from the grown run, but for those in `without`."""
     task, work = setting.load(seed), setting.work
     make = partial(setting.make, task, work.sizes[1], seed)
     began = _now(setting)
@@ -263,13 +265,14 @@ def run_growing(setting: Setting, seed: int) -> list[Record]:
         an_epoch = StaticRun(setting, task, net, seed=seed, epochs=1).flops_per_epoch / 1e9
         return max(rounded(budget / an_epoch), 1)
 
-    final = from_scratch(net, make(), task, seed=seed)
-    arms = {
-        "grown": of_grown,
-        "longer": static(setting, task, make(), seed=seed, epochs=epochs_for(make(), math.ceil)),
-        "final": static(setting, task, final, seed=seed, epochs=epochs_for(final, math.floor)),
-        "halving": halving(setting, task, seed, budget),
-    }
+    arms = {"grown": of_grown}
+    if "longer" not in without:
+        arms["longer"] = static(setting, task, make(), seed=seed, epochs=epochs_for(make(), math.ceil))
+    if "final" not in without:
+        final = from_scratch(net, make(), task, seed=seed)
+        arms["final"] = static(setting, task, final, seed=seed, epochs=epochs_for(final, math.floor))
+    if "halving" not in without:
+        arms["halving"] = halving(setting, task, seed, budget)
     return [{"arm": arm, "seed": seed, **setting.about, **record} for arm, record in arms.items()]
 
 
@@ -302,7 +305,7 @@ def summary(setting: Setting, runs: list[Record]) -> Record:
     by_arm["never"] = by_arm["x1"]
     ours = by_arm["grown"]
     rows: dict[str, Record] = {}
-    for arm in ("grown", "never", "longer", "final", "halving", "grid", *sizes):
+    for arm in [arm for arm in ("grown", "never", "longer", "final", "halving", "grid", *sizes) if arm in by_arm]:
         of_arm = by_arm[arm]
         rows[arm] = {
             "runs": len(of_arm),
@@ -342,6 +345,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, help="how many, from 0 on; default: a number for the task")
     parser.add_argument("--epochs", type=int, help="default: a number for the task")
     parser.add_argument("--sizes", help="of the grid, as multiples of the smallest host's parameters, separated by commas; default: all")
+    parser.add_argument("--without", nargs="*", choices=["longer", "final", "halving"], default=[], help="arms that are left out")
     parser.add_argument("--jobs", type=int, default=2, help="worker processes, of one thread each")
     parser.add_argument("--fresh", action="store_true", help="forget the runs that are in the file already, instead of adding to them")
     parser.add_argument("--out", type=Path, default=RESULTS / "right_size.jsonl")
@@ -356,9 +360,15 @@ def main(arguments: list[str] | None = None) -> None:
     earlier = [run for run in output.earlier if "seed" in run and about <= run.items() and run["seed"] < work.seeds]
     runs = [run for run in earlier if run["arm"] in arms | {"longer", "final", "halving"}]
     have = {(run["arm"], run["seed"]) for run in runs}
-    seeds = range(work.seeds)
-    jobs = [partial(run_growing, setting, seed) for seed in seeds if ("grown", seed) not in have]
-    jobs += [partial(run_static, setting, times, seed) for times in reversed(sizes) for seed in seeds if (f"x{times}", seed) not in have]
+    jobs = [
+        job
+        for seed in range(work.seeds)
+        for arm, job in [
+            ("grown", partial(run_growing, setting, seed, tuple(options.without))),
+            *((f"x{times}", partial(run_static, setting, times, seed)) for times in reversed(sizes)),
+        ]
+        if (arm, seed) not in have
+    ]
     runs += run_all(jobs, processes=options.jobs, output=output)
     record = summary(setting, runs)
     output.write(record)

@@ -365,14 +365,15 @@ def test_what_one_seed_leaves_of_the_loss_must_pay_for_the_next() -> None:
     assert chosen(both) == [("a", "big")], "each is credited with half of the remaining loss at most"
 
 
-def test_a_row_of_layers_is_widened_by_one_seed() -> None:
-    pair, row = (
-        Candidate("pair", Cost(200, 10_000), 0.001, 0.02, widened=("a",)),
-        Candidate("row", Cost(300, 15_000), 0.001, 0.01, widened=("a", "b")),
-    )
+def test_a_row_of_layers_gets_one_seed() -> None:
+    pair = Candidate("pair", Cost(200, 10_000), 0.001, 0.02, widened=("a",))
+    row = Candidate("row", Cost(300, 15_000), 0.001, 0.01, widened=("a", "b"))
     behind = Candidate("pair", Cost(200, 10_000), 0.001, 0.02, widened=("b",))
-    now = state(slots=(slot("a", candidates=(pair, row)), slot("b", candidates=(behind, SMALL))), seeds_left=2)
-    assert chosen(now) == [("a", "row"), ("b", "small")], "the pair behind would lack the weights between the new units"
+    slots = (slot("a", candidates=(pair, row)), slot("b", candidates=(behind, SMALL)), slot("c", candidates=(SMALL,)))
+    now = state(slots=slots, seeds_left=3)
+    assert chosen(now) == [("a", "row"), ("c", "small")], "a seed behind would not see the new units, or lack the weights between them"
+    left = passed_over(now, RULES, [Germinate("a", "", "row"), Germinate("c", "", "small")])
+    assert left["b"] == dict.fromkeys(("pair", "small"), "another seed is chosen in this row of layers")
 
 
 def test_a_host_that_has_grown_stops_when_what_it_learns_does_not_carry_over() -> None:

@@ -13,9 +13,9 @@ Undertrained hosts. A candidate is passed over if longer training would gain mor
 fall further by the power law, and the estimated fall by the seed is not many times as large. The threshold was measured (docs/log.md).
 
 Choice of seeds. It widens as many layers in a row as it can, and takes the candidates whose first steps would lower the loss fastest, minus
-their rent, at most one per slot. So it takes the largest step in width that the data allow: a large early step ends better than several
-small ones (docs/log.md). Each candidate is credited with half of the remaining loss at most, and what it leaves must pay for the next. A
-further step at most doubles the FLOPs.
+their rent, at most one per slot and row. So it takes the largest step in width that the data allow: a large early step ends better than
+several small ones (docs/log.md). Each candidate is credited with half of the remaining loss at most, and what it leaves must pay for the
+next. A further step at most doubles the FLOPs.
 
 Data. The data must suffice to train the weights of a seed in its place: a convolution sees many positions per sample in a wide feature map,
 and few in a small one. Right before the head it demands many times as much data per weight, because a seed there lowers the training loss
@@ -337,8 +337,9 @@ def choose(state: GrowthState, rules: HeuristicConfig, *, longer_training: float
     chosen, wider = NOTHING, set[str]()  # cost of the plan so far, and the units that it could widen in its slots
     for slot, candidate in sorted(options, key=lambda pair: (len(pair[1].widened), _speed(pair[1], state)), reverse=True):
         gain = min(_worth(candidate, state) + candidate.rent, MOST_OF_THE_LOSS * left)
-        # Neighbours in a row are widened by one seed, which has the weights between their new units, or in different steps.
-        reach = _row_of(slot) if candidate.widened else set()
+        # One seed per row of layers. A second one in width would lack the weights between both sets of new units, and one in depth would
+        # see none of the new units.
+        reach = _row_of(slot)
         is_free = slot.place.name not in plan and not wider & reach and allowed.refusal(candidate.cost) is None
         if is_free and gain > candidate.rent and _objection(slot, candidate, state, rules, beside=chosen) is None:
             allowed, left = allowed.after(candidate.cost), left - gain
@@ -383,9 +384,8 @@ def _why_not(slot: SlotState, candidate: Candidate, chosen: Mapping[str, str], s
         allowed = allowed.after(next(other.cost for other in candidates if other.blueprint == blueprint))
     if refusal := allowed.refusal(candidate.cost):
         return refusal
-    growing = [(other, one) for other in state.slots for one in other.candidates if chosen.get(other.place.name) == one.blueprint]
-    if candidate.widened and any(one.widened and _row_of(other) & _row_of(slot) for other, one in growing):
-        return "a chosen seed widens the same row of layers"
+    if any(_row_of(other) & _row_of(slot) for other in state.slots if other.place.name in chosen):
+        return "another seed is chosen in this row of layers"
     return "what the chosen seeds leave of the loss would not pay its rent" if chosen else "the host is left alone, see the decision"
 
 
