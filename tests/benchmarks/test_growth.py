@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from esper.growth import Planned
+from esper.growth import Planned, grow
 from esper.growth.config import LifecycleConfig
 from esper.growth.lifecycle.stages import Stage
+from esper.growth.seeds.seed import Seed
 from esper.tasks import Split, Task, load_task
 
 with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by path
     patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    import growth_cells
     import growth_digits
     import growth_jumps
     import growth_longer
@@ -26,8 +28,8 @@ with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by
     import growth_raise
     import growth_runs
     import growth_shadow_cost
-    import growth_sizes
     import growth_start
+    import right_size
 
 PLAN = [(1, "blocks.0", "conv3x3"), (1, "blocks.1", "norm")]
 
@@ -58,6 +60,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Task:
         batch_size=16,
     )
     monkeypatch.setattr(growth_runs, "_loaded", lambda name, data_dir: task)
+    monkeypatch.setattr(right_size, "_loaded", lambda name, data_dir: task)
     return task
 
 
@@ -116,26 +119,75 @@ def test_arms_that_a_control_needs_are_run_with_it(tmp_path: Path) -> None:
     assert [run["arm"] for run in lines(path)[1:-1]] == ["heuristic", "never", "longer"]
 
 
-def test_a_width_that_the_task_has_begins_with_its_weights(small: Task) -> None:
-    starved, same = small.make_host("starved", seed=5), growth_sizes.make_host(small, 4, seed=5)
-    assert all(torch.equal(one, other) for one, other in zip(starved.parameters(), same.parameters(), strict=True))
-    wider = growth_sizes.make_host(small, 6, seed=5)
-    assert wider.blocks[2].conv.weight.shape[:2] == (24, 12)
-    assert isinstance(wider.blocks[2].pool, torch.nn.Identity)
-
-
 @pytest.mark.filterwarnings("ignore:nothing can grow")
-def test_a_sweep_takes_the_best_by_validation_and_pays_for_all(tmp_path: Path) -> None:
+def test_the_best_of_the_grid_is_chosen_by_validation_and_pays_for_all(tmp_path: Path) -> None:
     path = tmp_path / "sizes.jsonl"
-    growth_sizes.main(["--widths", "4,8", "--seeds", "2", "--epochs", "2", "--jobs", "1", "--out", str(path)])
+    right_size.main(["--sizes", "1,4", "--seeds", "2", "--epochs", "3", "--jobs", "1", "--out", str(path)])
     _, *runs, summary = lines(path)
     for seed in range(2):
-        static = [run for run in runs if run["seed"] == seed and run["width"] != growth_sizes.GROWN]
-        best = growth_sizes.best_of_sweep(static)
+        static = [run for run in runs if run["seed"] == seed and run["arm"] in ("x1", "x4")]
+        best = right_size.best_of_grid(static)
         assert best["val_loss"] == min(run["val_loss"] for run in static)
-        assert best["train_gflops"] == pytest.approx(sum(run["train_gflops"] for run in static))
-    assert sum(summary["rows"]["sweep"]["chosen"].values()) == 2
-    assert summary["rows"]["sweep"]["train_gflops"] > summary["rows"]["width 8"]["train_gflops"]
+        assert best["gflops"] == pytest.approx(sum(run["gflops"] for run in static))
+    rows = summary["rows"]
+    assert sum(rows["grid"]["chosen"].values()) == 2
+    assert rows["longer"]["gflops"] >= rows["grown"]["gflops"] >= rows["final"]["gflops"]
+
+
+def test_a_static_run_keeps_its_best_validation_state(small: Task) -> None:
+    setting = right_size.Setting("digits", right_size.WORKS["digits"])
+    run = right_size.StaticRun(setting, small, small.make_host("starved", seed=0), seed=0, epochs=3)
+    run.train(3)
+    assert run.best_loss == pytest.approx(run.result()["val_loss"])
+    assert small.evaluate(run.net, small.val_loader()).loss == run.best_loss
+
+
+def test_every_seed_divides_the_digits_anew() -> None:
+    digits = load_task("digits")
+    parts = [right_size._split_again(digits, seed) for seed in (0, 0, 1)]
+    assert [len(parts[0].train), len(parts[0].validation), len(parts[0].test)] == [1_000, 397, 400]
+    assert torch.equal(parts[0].test.inputs, parts[1].test.inputs)
+    assert not torch.equal(parts[0].test.inputs, parts[2].test.inputs)
+    together = [torch.cat([part.inputs for part in (task.train, task.validation, task.test)]) for task in (digits, parts[2])]
+    assert torch.equal(*(torch.sort(inputs.flatten(1).sum(1)).values for inputs in together))
+
+
+def test_the_final_size_from_scratch_has_new_weights_and_seeds_that_change_nothing(small: Task) -> None:
+    start = small.make_host("starved", seed=0)
+    plan = Planned([(0, "blocks.0", "widen_100_chain"), (0, "blocks.1", "conv3x3")])
+    grown = grow(
+        small.make_host("starved", seed=0), small.train_loader(), small.val_loader(), small.loss_fn, epochs=6, controller=plan, keep="last"
+    ).model
+    net = right_size.from_scratch(grown, start, small, seed=1)
+    assert [parameter.shape for parameter in net.parameters()] == [parameter.shape for parameter in grown.parameters()]
+    for name, parameter in net.named_parameters():
+        assert name.endswith(("norm.weight", "norm.bias")) or not torch.equal(parameter, grown.get_parameter(name)), name
+    net.eval()
+    before = net(small.example_input)
+    for module in net.modules():
+        if isinstance(module, Seed):
+            module.alpha.zero_()
+    assert torch.equal(net(small.example_input), before)
+
+
+def test_the_plan_of_a_cell_is_chosen_on_its_other_nets() -> None:
+    losses = {"never": {0: 1.0, 1: 1.0, 2: 1.0}, "wide": {0: 3.0, 1: 0.9, 2: 0.9}, "wider": dict.fromkeys(range(3), 2.0)}
+    losses["both"] = losses["wider"]
+    found, choices = growth_cells._tuned(losses, [0, 1, 2])
+    assert choices == ["wide", "never", "never"]
+    assert found == [3.0, 1.0, 1.0]
+
+
+def test_nets_of_a_cell_have_data_of_their_own_and_one_test_part() -> None:
+    cell = growth_cells.Cell(250, 0.3, "starved")
+    first, second = cell.load(0), cell.load(1)
+    assert len(first.train) == 250
+    assert not torch.equal(first.train.inputs, second.train.inputs)
+    assert torch.equal(first.test.inputs, second.test.inputs)
+    assert torch.equal(first.test.targets, second.test.targets)
+    clean = growth_cells.Cell(250, 0.0, "starved").load(0)
+    assert torch.equal(first.train.inputs, clean.train.inputs)
+    assert 0.15 < float((first.train.targets != clean.train.targets).double().mean()) < 0.4
 
 
 def test_germinating_in_the_shadow_causes_no_jump_of_the_loss(tmp_path: Path) -> None:
