@@ -17,7 +17,6 @@ import esper
 from esper.fleet import Fleet, FleetConfig, HostConfig
 from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.growth.lifecycle.stages import Action, Advance, Decision, Fossilize, Germinate, GrowthState
-from esper.growth.seeds.blueprints import REGISTRY
 from esper.tasks import BatchLoader, ConvHost, Split, Task, load_task
 from esper.tasks.gpt_host import GPTHost
 from tests.conftest import sync_debug_mode
@@ -194,11 +193,9 @@ def step_in_two_precisions(
 # A row beside the same host alone
 
 
-def in_depth(growth: GrowthConfig) -> GrowthConfig:
-    """Return the settings without what a fleet does not have: width seeds, and slots that open again."""
-    deep = tuple(name for name, blueprint in REGISTRY.items() if blueprint.share is None)
-    budget = msgspec.structs.replace(growth.budget, max_seeds_per_place=1)
-    return msgspec.structs.replace(growth, blueprints=growth.blueprints or deep, budget=budget)
+def one_per_place(growth: GrowthConfig) -> GrowthConfig:
+    """Return the settings without what a fleet does not have: slots that open again."""
+    return msgspec.structs.replace(growth, budget=msgspec.structs.replace(growth.budget, max_seeds_per_place=1))
 
 
 def train_alone(
@@ -227,7 +224,7 @@ def train_alone(
         optimizer=optimizer,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=setting.horizon),
         controller=controller,
-        config=msgspec.structs.replace(in_depth(growth), seed=setting.growth_seed, rent=setting.rent),
+        config=msgspec.structs.replace(one_per_place(growth), seed=setting.growth_seed, rent=setting.rent),
     )
 
 
@@ -254,6 +251,17 @@ def train_fleet(
     return fleet
 
 
+def wide_state(fleet: Fleet, row: int) -> State:
+    """Return the state of a host with its kept width seeds as parts of its layers."""
+    model = fleet.stacked_model([row], only_kept=True)
+    if model.arrangement is None:
+        return fleet.host.rows.state_dict_of(row)
+    (part,) = model.arrangement.parts
+    assert part.formation is not None
+    tensors = part.formation.tensors(model.tensors, [model.stacked_seeds[number].as_wide() for number, _ in part.wide])
+    return {name: tensor[0] for name, tensor in tensors.items()}
+
+
 def assert_row_equals(fleet: Fleet, row: int, grown: esper.Grown, *, atol: float) -> None:
     """Check that a row has the ledger, the losses and the weights of the host that was trained alone."""
     host_growth = fleet.rows[row].host_growth
@@ -266,10 +274,13 @@ def assert_row_equals(fleet: Fleet, row: int, grown: esper.Grown, *, atol: float
     for entry, other in zip(host_growth.ledger.entries, grown.ledger.entries, strict=True):
         if other.gain is not None:
             torch.testing.assert_close(entry.gain, other.gain, atol=atol, rtol=0)
+    # The width seeds of the host that was trained alone are folded into its layers.
     state = grown.model.state_dict()
-    for name, tensor in fleet.host.rows.state_dict_of(row).items():
+    for name, tensor in wide_state(fleet, row).items():
         torch.testing.assert_close(tensor, state[name], atol=atol, rtol=0)
     for slot, backend in host_growth.lifecycles.occupied():
+        if backend.wide:
+            continue
         seed_kind = fleet.seed_storages[slot].seed_kinds[str(backend.life.blueprint)]
         flat = fleet.seed_storages[slot].tensors["weights"][row : row + 1, : seed_kind.layout.width]
         for name, weight in seed_kind.layout.unflatten(flat).items():

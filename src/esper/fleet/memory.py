@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from esper.fleet.config import FleetError
-from esper.fleet.seed_groups import MakeRowOptimizer, SeedKind, SeedKinds
+from esper.fleet.seed_groups import MakeRowOptimizer, SeedKind, SeedKinds, StackedSeed
 from esper.fleet.stacked.lowering import Compute, Recompute, lower
 from esper.fleet.stacked.rows import ModuleRows
-from esper.fleet.stacked_model import StackedModel
+from esper.fleet.stacked_model import Arrangement, StackedModel
+from esper.fleet.width import Formations, WidthKind
 from esper.gradients import LossScales
 
 
@@ -66,28 +67,50 @@ def state_bytes(template: nn.Module, seed_kinds: SeedKinds, make: MakeRowOptimiz
     rows = ModuleRows(template, 1, device="meta")
     widest = [max((kind.layout for kind in kinds.values()), key=lambda layout: layout.width) for kinds in seed_kinds.values()]
     learning = [rows.parameters.flat, *(torch.empty(1, layout.width, dtype=layout.dtype, device="meta") for layout in widest)]
+    statistics = [max((kind.buffers for kind in kinds.values()), key=lambda layout: layout.width) for kinds in seed_kinds.values()]
+    buffers = [torch.empty(1, layout.width, dtype=layout.dtype, device="meta") for layout in statistics]
     moments = [moment for flat in learning for moment in make(flat).state.values()]
     warmups = torch.empty(len(widest), dtype=torch.int64, device="meta")
     loss_scales = LossScales.fresh(1, "meta").tensors.values() if scales else ()
-    return sum(tensor.nbytes for tensor in (*learning, *moments, *(part.flat for part in rows.constants), warmups, *loss_scales))
+    constants = [part.flat for part in rows.constants]
+    return sum(tensor.nbytes for tensor in (*learning, *buffers, *moments, *constants, warmups, *loss_scales))
 
 
 def step_bytes(
-    template: nn.Module, inputs: Tensor, targets: Tensor, precision: torch.dtype | None, *, slots: Collection[str], recomputes: bool
+    template: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    precision: torch.dtype | None,
+    *,
+    slots: Collection[str],
+    recomputes: bool,
+    wider: tuple[Formations, WidthKind] | None = None,
 ) -> int:
-    """Return the bytes of a training step of one host on samples like these, inputs [B, ...] and targets [B, ...]."""
-    rows = ModuleRows.of([template], device=inputs.device)
+    """Return the bytes of a training step of one host on samples like these, inputs [B, ...] and targets [B, ...].
+
+    `wider` is a kind of width seed that the host has, and the formations of the fleet.
+    """
+    rows, seeds, arrangement = ModuleRows.of([template], device=inputs.device), list[StackedSeed](), None
+    weights = [part.flat for part in rows.parts]
+    if wider is not None:
+        formations, kind = wider
+        weights.append(torch.zeros(1, kind.layout.width, dtype=kind.place.dtype, device=inputs.device, requires_grad=True))
+        buffers = kind.buffers.unflatten(torch.zeros(1, kind.buffers.width, dtype=kind.place.dtype, device=inputs.device))
+        alpha = torch.ones(1, dtype=kind.place.dtype, device=inputs.device)
+        seeds = [StackedSeed(kind.place.name, kind, kind.weights_of(weights[-1]), alpha, None, [0], [1], buffers)]
+        arrangement = Arrangement.of(formations, seeds, 1)
 
     def losses(recompute: Recompute) -> Tensor:
-        stacked_model = StackedModel(lower(template, slots=slots), rows.tensors(), [], precision, recompute if recomputes else None)
+        recompute_or_not = recompute if recomputes else None
+        stacked_model = StackedModel(lower(template, slots=slots), rows.tensors(), seeds, precision, recompute_or_not, arrangement)
         return stacked_model.losses(inputs.unsqueeze(1), targets.unsqueeze(1), training=True)
 
     with _own_random_state(inputs.device):
-        return _backward_bytes(losses, apart_from=[part.flat for part in rows.parts])
+        return _backward_bytes(losses, apart_from=weights)
 
 
 def seed_bytes(seed_kind: SeedKind, samples: int, precision: torch.dtype | None) -> int:
-    """Return the bytes that one seed of this kind adds to a training step on `samples` samples."""
+    """Return the bytes that one seed of this kind, in depth, adds to a training step on `samples` samples."""
     place = seed_kind.place
     h = torch.zeros(samples, 1, *place.shape, dtype=place.dtype, device=place.device, requires_grad=True)
     flat = torch.zeros(1, seed_kind.layout.width, dtype=place.dtype, device=place.device, requires_grad=True)
