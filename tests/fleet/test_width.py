@@ -238,7 +238,7 @@ def test_a_controller_sees_the_same_promises_and_contributions_as_of_the_host_al
 @pytest.mark.slow
 def test_a_width_seed_that_explodes_is_rolled_back_as_in_a_host_alone() -> None:
     task = small_task()
-    seed_optimizer = SeedOptimizerConfig(learning_rate_factor=100_000.0, warmup_epochs=0.0)
+    seed_optimizer = SeedOptimizerConfig(learning_rate_factor=300_000.0, warmup_epochs=0.0)
     growth = GrowthConfig(lifecycle=JOINT, budget=BUDGET, seed_optimizer=seed_optimizer)
     scripts: list[Script] = [{}, {4: [germinate("blocks.2", "widen_100")]}]
     settings = host_settings(2, horizon=8, learning_rate=0.001)
