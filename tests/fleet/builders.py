@@ -258,7 +258,10 @@ def wide_state(fleet: Fleet, row: int) -> State:
         return fleet.host.rows.state_dict_of(row)
     (part,) = model.arrangement.parts
     assert part.formation is not None
-    tensors = part.formation.tensors(model.tensors, [model.stacked_seeds[number].as_wide() for number, _ in part.wide])
+    formations = model.arrangement.formations
+    buffers = {name: model.tensors[name] for name in formations.buffers}
+    seeds = [model.stacked_seeds[number].as_wide() for number, _ in part.wide]
+    tensors = part.formation.tensors(formations.layout.flatten(model.tensors), buffers, seeds)
     return {name: tensor[0] for name, tensor in tensors.items()}
 
 

@@ -199,19 +199,30 @@ class StackedModel:
         """Return the loss of every sample [B, N]; that of a sequence is the mean over its tokens."""
         if self.arrangement is None:
             return self._losses(self.host, self.tensors, inputs, targets, training, _at_slots(self.stacked_seeds, watch, None))
-        found = [self._losses_of_part(part, inputs, targets, training, watch) for part in self.arrangement.parts]
+        weights = self.arrangement.formations.layout.flatten(self.tensors)
+        found = [self._losses_of_part(part, weights, inputs, targets, training, watch) for part in self.arrangement.parts]
         inverse = self.arrangement.inverse
         return found[0] if inverse is None else torch.cat(found, dim=1).index_select(1, inverse)
 
-    def _losses_of_part(self, part: HostPart, inputs: Tensor, targets: Tensor, training: bool, watch: Watch | None) -> Tensor:
-        """Return the loss of every sample of some hosts of equal width."""
-        host, tensors, index = self.host, self.tensors, part.index
-        if index is not None:
-            tensors = {name: tensor.index_select(0, index) for name, tensor in tensors.items()}
-            inputs, targets = inputs.index_select(1, index), targets.index_select(1, index)
-        if part.formation is not None:
+    def _losses_of_part(
+        self, part: HostPart, weights: Tensor, inputs: Tensor, targets: Tensor, training: bool, watch: Watch | None
+    ) -> Tensor:
+        """Return the loss of every sample of some hosts of equal width. `weights` [N, P] are those of all hosts."""
+        assert self.arrangement is not None
+        formations = self.arrangement.formations
+        buffers = {name: self.tensors[name] for name in formations.buffers}
+        if part.index is not None:
+            weights, inputs, targets = (
+                weights.index_select(0, part.index),
+                inputs.index_select(1, part.index),
+                targets.index_select(1, part.index),
+            )
+            buffers = {name: buffer.index_select(0, part.index) for name, buffer in buffers.items()}
+        if part.formation is None:
+            host, tensors = self.host, {**buffers, **formations.layout.unflatten(weights)}
+        else:
             seeds = [self.stacked_seeds[number].part(some).as_wide() for number, some in part.wide]
-            host, tensors = part.formation.stacked, part.formation.tensors(tensors, seeds)
+            host, tensors = part.formation.stacked, part.formation.tensors(weights, buffers, seeds)
         others = [self.stacked_seeds[number].part(some) for number, some in part.others]
         losses = self._losses(host, tensors, inputs, targets, training, _at_slots(others, watch, part.hosts))
         if training:

@@ -78,7 +78,6 @@ class Formation:
     def __init__(self, template: nn.Module, slots: Sequence[str], kinds: Sequence[WidthKind], device: torch.device) -> None:
         # Number all weights, and fold the numbers: the wide host then says of each of its weights which one it is; 0 is none.
         wide = copy.deepcopy(template).to(CPU, torch.float64)
-        self._names = [name for name, _ in wide.named_parameters()]  # of the host's weights, in the order of the numbers
         modules = dict(wide.named_modules())
         seeds = [kind.build(random_seed=0).double() for kind in kinds]
         count = 0
@@ -103,17 +102,18 @@ class Formation:
                 part, _, own = name.removeprefix("parts.").partition(".own.")
                 self.statistics.setdefault(f"{kind.plan[int(part)].module}.{own}", []).append((number, name))
 
-    def tensors(self, host: Mapping[str, Tensor], seeds: Sequence[WideSeeds]) -> dict[str, Tensor]:
-        """Return parameters and buffers of the wide hosts, name -> [N, ...], from those of the hosts and their seeds."""
-        own = [host[name].flatten(1) if host[name].ndim > 1 else host[name].unsqueeze(1) for name in self._names]
-        zero = own[0].new_zeros(len(own[0]), 1)
-        source = torch.cat([*own, *(some.scaled() for some in seeds), zero], dim=1)  # [N, S + 1]
+    def tensors(self, weights: Tensor, buffers: Mapping[str, Tensor], seeds: Sequence[WideSeeds]) -> dict[str, Tensor]:
+        """Return parameters and buffers of the wide hosts, name -> [N, ...].
+
+        `weights` [N, P] are those of the hosts, in the order of `Formations.layout`, and `buffers` their buffers by name.
+        """
+        source = torch.cat([weights, *(some.scaled() for some in seeds), weights.new_zeros(len(weights), 1)], dim=1)  # [N, S + 1]
         flat: Tensor = _Arranged.apply(source, self._index, self._inverse)  # type: ignore[no-untyped-call]
         statistics = {
-            name: torch.cat([host[name], *(seeds[number].buffers[own_name] for number, own_name in parts)], dim=1)
+            name: torch.cat([buffers[name], *(seeds[number].buffers[own_name] for number, own_name in parts)], dim=1)
             for name, parts in self.statistics.items()
         }
-        return {**host, **self._layout.unflatten(flat), **statistics}
+        return {**buffers, **self._layout.unflatten(flat), **statistics}
 
 
 class _Arranged(torch.autograd.Function):
@@ -136,6 +136,7 @@ class Formations:
     def __init__(self, template: nn.Module, slots: Sequence[str], device: torch.device) -> None:
         self.template = copy.deepcopy(template).to(CPU)
         self.modules = dict(self.template.named_modules())
+        self.layout = Layout.of_tensors(dict(template.named_parameters()), next(template.parameters()).dtype)  # of a host's weights
         self.buffers = [name for name, _ in template.named_buffers()]
         self.device, self._slots = device, slots
         self._known: dict[tuple[tuple[WidePlan, ...], ...], Formation] = {}
