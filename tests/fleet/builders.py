@@ -193,11 +193,6 @@ def step_in_two_precisions(
 # A row beside the same host alone
 
 
-def one_per_place(growth: GrowthConfig) -> GrowthConfig:
-    """Return the settings without what a fleet does not have: slots that open again."""
-    return msgspec.structs.replace(growth, budget=msgspec.structs.replace(growth.budget, max_seeds_per_place=1))
-
-
 def train_alone(
     task: Task,
     setting: HostConfig,
@@ -224,7 +219,7 @@ def train_alone(
         optimizer=optimizer,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=setting.horizon),
         controller=controller,
-        config=msgspec.structs.replace(one_per_place(growth), seed=setting.growth_seed, rent=setting.rent),
+        config=msgspec.structs.replace(growth, seed=setting.growth_seed, rent=setting.rent),
     )
 
 
@@ -287,7 +282,9 @@ def assert_row_equals(fleet: Fleet, row: int, grown: esper.Grown, *, atol: float
         seed_kind = fleet.seed_storages[slot].seed_kinds[str(backend.life.blueprint)]
         flat = fleet.seed_storages[slot].tensors["weights"][row : row + 1, : seed_kind.layout.width]
         for name, weight in seed_kind.layout.unflatten(flat).items():
-            (grown_weight,) = (state[key] for key in state if key.startswith(f"{slot}.") and key.endswith(f".esper_seed.{name}"))
+            suffix = "" if not backend.place.earlier else f"_{backend.place.earlier + 1}"
+            start, end = f"{backend.place.module}.", f".esper_seed{suffix}.{name}"
+            (grown_weight,) = (state[key] for key in state if key.startswith(start) and key.endswith(end))
             torch.testing.assert_close(weight[0], grown_weight, atol=atol, rtol=0)
 
 

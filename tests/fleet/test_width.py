@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 
 import msgspec
 import pytest
@@ -196,6 +197,42 @@ def test_hidden_units_of_a_transformer_equal_those_of_hosts_alone(lifecycle: Lif
     assert_rows_equal_hosts_alone(scripts, lifecycle, make_host=make_gpt_host, slots=("blocks.0", "blocks.1"))
 
 
+@MODES
+def test_slots_open_again_behind_kept_seeds_as_in_hosts_alone(lifecycle: LifecycleConfig) -> None:
+    """In depth, in width, and in turns; one host grows a third time, another not even once."""
+    scripts: list[Script] = [
+        {},
+        {
+            0: [germinate("blocks.1", "conv3x3")],
+            2: [Advance("blocks.1", "")],
+            4: [Fossilize("blocks.1", "")],
+            5: [germinate("blocks.1#2", "norm"), germinate("blocks.0", "conv1x1")],
+            7: [Advance("blocks.1#2", "")],
+            9: [Fossilize("blocks.1#2", "")],
+            10: [germinate("blocks.1#3", "conv1x1")],
+        },
+        {
+            0: [germinate("blocks.0", "widen_50")],
+            2: [Advance("blocks.0", "")],
+            4: [Fossilize("blocks.0", "")],
+            5: [germinate("blocks.0#2", "widen_50_chain")],
+            7: [Advance("blocks.0#2", "")],
+            9: [Fossilize("blocks.0#2", "")],
+            10: [germinate("blocks.0#3", "conv3x3")],
+        },
+        {
+            0: [germinate("blocks.0", "bottleneck")],
+            2: [Advance("blocks.0", "")],
+            4: [Fossilize("blocks.0", "")],
+            5: [germinate("blocks.0#2", "widen_25")],
+            8: [Prune("blocks.0#2", "")],
+        },
+    ]
+    fleet = assert_rows_equal_hosts_alone(scripts, lifecycle, horizon=12)
+    kept = [[entry.slot for entry in host.host_growth.ledger.entries if entry.outcome == "kept"] for host in fleet.rows]
+    assert kept[1:] == [["blocks.1", "blocks.1#2"], ["blocks.0", "blocks.0#2"], ["blocks.0"]]
+
+
 class Curious(Scripted):
     """Decides a script, and asks for a probe and for the contributions of kept seeds at every decision."""
 
@@ -236,6 +273,21 @@ def test_a_controller_sees_the_same_promises_and_contributions_as_of_the_host_al
 
 
 @pytest.mark.slow
+def test_seeds_in_the_shadow_learn_the_same_beside_a_probe_as_in_a_host_alone() -> None:
+    """A portion of the probe with width candidates ends while a seed learns in the second pass."""
+    task, growth = small_task(), GrowthConfig(lifecycle=SHADOW, budget=BUDGET, probe_steps=2)
+    script: Script = {0: [germinate("blocks.1", "conv3x3")], 3: [Advance("blocks.1", "")], 6: [Fossilize("blocks.1", "")]}
+    (setting,) = host_settings(1, horizon=8)
+    fleet, controller = make_fleet([setting], growth, task=task), Curious(script)
+    rows = [0]
+    while rows:
+        fleet.decide({0: controller.decide(fleet.state(0))})
+        rows = fleet.advance()
+    fleet.finish([0])
+    assert_row_equals(fleet, 0, train_alone(task, setting, growth, CONFIG, Curious(script)), atol=1e-10)
+
+
+@pytest.mark.slow
 def test_a_width_seed_that_explodes_is_rolled_back_as_in_a_host_alone() -> None:
     task = small_task()
     seed_optimizer = SeedOptimizerConfig(learning_rate_factor=300_000.0, warmup_epochs=0.0)
@@ -256,7 +308,7 @@ def grow_beyond_the_first_room(fleet: Fleet) -> None:
         is_held = fleet.state(0).slots[0].stage is Stage.HOLDING
         decide(fleet, 0, Fossilize("blocks.0", "") if is_held else Advance("blocks.0", ""))
     room = fleet.seed_storages["blocks.1"].tensors["weights"].shape[1]
-    decide(fleet, 0, germinate("blocks.1", "widen_100_chain"))
+    decide(fleet, 0, germinate("blocks.1", "widen_100_chain"), germinate("blocks.0#2", "conv1x1"))
     assert fleet.seed_storages["blocks.1"].tensors["weights"].shape[1] > room
     decide(fleet, 1, germinate("blocks.1", "conv3x3"))
     fleet.advance()
@@ -291,7 +343,7 @@ def test_a_rollback_restores_width_seeds_although_rows_have_become_wider_since()
     before, lifecycles = copy_rows(fleet, [1]), copy.deepcopy(host.host_growth.lifecycles.state_dict())
     host.is_given_up = True  # it does not train any more, so its snapshot stays the newest
     grow_beyond_the_first_room(fleet)
-    assert any(tensor.shape[-1] > widths[name] for name, tensor in fleet.tensors().items())
+    assert any(tensor.shape[-1] > widths.get(name, math.inf) for name, tensor in fleet.tensors().items())
     with torch.no_grad():
         for tensor in fleet.tensors().values():
             tensor[1] = 0

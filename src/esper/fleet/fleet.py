@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -51,6 +52,7 @@ from esper.fleet.train_segment import Plan, TrainSegment
 from esper.fleet.width import Formations, WidthKind
 from esper.growth.config import GrowthConfig
 from esper.growth.events import Probed
+from esper.growth.host.layout import Place
 from esper.growth.host.slotted import add_slots
 from esper.growth.lifecycle.governor import LossRange
 from esper.growth.lifecycle.host_growth import HostGrowth, chunk_means
@@ -124,7 +126,7 @@ class Fleet:
         )
         self.seed_storages = {
             name: SeedStorage(self.places[name], kinds, formations.modules, hosts=hosts, make=make) for name, kinds in seed_kinds.items()
-        }
+        }  # in the order in which the slots run, those that open behind kept seeds included
         self._snapshots = RowSnapshots(self.tensors, self.growth.governor.keep)
         self._pending = PendingCopies()
         self.samples = self._samples(tensors.validation, self.config.validation_samples)
@@ -222,13 +224,24 @@ class Fleet:
     def _new_host(self, row: int, setting: HostConfig) -> Host:
         """Make the Python object of a new host. Its tensors are not touched."""
         backends: dict[str, RowBackend] = {}
-        for name, storage in self.seed_storages.items():
-            backends[name] = RowBackend(self.places[name], storage, row, backends)
+        for storage in self.seed_storages.values():
+            if not storage.place.earlier:
+                RowBackend(storage.place, self._open_slot, row, backends)
         growth = msgspec.structs.replace(self.growth, rent=setting.rent, seed=setting.growth_seed)
         scale = LossRange.of(self.task.uninformed_loss, loss_range=growth.loss_range)
         host_growth = HostGrowth(backends, growth, host=self.discovery.host, load=self.discovery.load, epochs=setting.horizon, scale=scale)
         recovery = RowRecovery(row, host_growth.lifecycles, host_growth.governor, self._pending, self.growth.governor.keep)
         return Host(setting, host_growth, recovery)
+
+    def _open_slot(self, place: Place) -> SeedStorage:
+        """Return the storage of the slot at a place. Make it if it is the first slot of any host that opens there behind a kept seed."""
+        if place.name not in self.seed_storages:
+            first = self.seed_storages[place.module]
+            opened = SeedStorage(place, first.seed_kinds, first.modules, hosts=self.hosts, make=first.make)
+            order = list(self.places)
+            storages = sorted([*self.seed_storages.values(), opened], key=lambda one: (order.index(one.place.module), one.place.earlier))
+            self.seed_storages = {storage.place.name: storage for storage in storages}
+        return self.seed_storages[place.name]
 
     # Deciding
 
@@ -247,12 +260,11 @@ class Fleet:
         training up to the next decision.
         """
         self._check_rows(decisions)
-        for decision in decisions.values():
+        for row, decision in decisions.items():
+            slots = self.rows[row].host_growth.lifecycles.backends
             for action in decision.actions:
-                if action.slot not in self.seed_storages:
-                    raise FleetError(
-                        f"no slot named {action.slot!r} where something could grow; these hosts have {', '.join(self.seed_storages)}"
-                    )
+                if action.slot not in slots:
+                    raise FleetError(f"no slot named {action.slot!r} where something could grow; these hosts have {', '.join(slots)}")
         for row, decision in decisions.items():
             self.rows[row].decide(decision, by=by)
         self._emit_events(decisions)
@@ -431,10 +443,13 @@ class Fleet:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of a fleet of the same architecture, size and configuration. Raise FleetError, and change nothing, for another."""
-        shapes = {name: list(tensor.shape) for name, tensor in self.tensors().items()}
-        for slot, storage in self.seed_storages.items():
-            shapes |= {f"{slot} {name}": shape for name, shape in storage.shapes_for(slot, state["tensors"]).items()}
-        check_state(state, shapes, hosts=self.hosts, keep=self.growth.governor.keep)
+        before = self.seed_storages
+        try:
+            shapes = self._shapes_for(state["tensors"])
+            check_state(state, shapes, hosts=self.hosts, keep=self.growth.governor.keep)
+        except FleetError:
+            self.seed_storages = before
+            raise
         for slot, storage in self.seed_storages.items():
             storage.make_room(*(shapes.get(f"{slot} {name}", [0])[-1] for name in ("weights", "buffers")))
         for row, saved in enumerate(state["rows"]):
@@ -448,6 +463,19 @@ class Fleet:
         self._snapshots.load_state_dict(state["snapshots"])
         self.data.load_state_dict(state["data"])
         self.samples_trained = state["samples_trained"]
+
+    def _shapes_for(self, saved: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        """Open the slots of a saved state that are behind kept seeds, drop others of that kind, and return the shapes that then fit."""
+        slots = {name.removesuffix(" weights") for name in saved if name.endswith(" weights")}
+        for slot in sorted(slots - self.seed_storages.keys()):
+            module, _, number = slot.rpartition("#")
+            if module in self.seed_storages:
+                self._open_slot(replace(self.places[module], name=slot, earlier=int(number) - 1))
+        self.seed_storages = {slot: one for slot, one in self.seed_storages.items() if slot in slots or not one.place.earlier}
+        shapes = {name: list(tensor.shape) for name, tensor in self.tensors().items()}
+        for slot, storage in self.seed_storages.items():
+            shapes |= {f"{slot} {name}": shape for name, shape in storage.shapes_for(slot, saved).items()}
+        return shapes
 
 
 def _optimizer(config: FleetConfig) -> MakeRowOptimizer:

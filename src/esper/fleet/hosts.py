@@ -43,20 +43,25 @@ class SlotRows(Protocol):
     def plant(self, row: int, plan: SeedPlan, wide: tuple[WidePlan, ...]) -> None: ...
 
 
-class RowBackend(SlotBackend):
-    """One slot of one host of a fleet. The tensors of its seed are row `row` of `storage`; the rest of its state is kept here.
+OpenSlot = Callable[[Place], SlotRows]  # returns the storage of the slot at a place, which it makes if there is none
 
-    `beside` are all slots of the host: the units that a width seed finds depend on the width seeds that are kept.
+
+class RowBackend(SlotBackend):
+    """One slot of one host of a fleet. The tensors of its seed are row `row` of a storage; the rest of its state is kept here.
+
+    `beside` are all slots of the host, which the new one joins: the units that a width seed finds depend on the width seeds that are kept.
+    `open_slot` returns the storage of a slot.
     """
 
-    def __init__(self, place: Place, storage: SlotRows, row: int, beside: Mapping[str, RowBackend]) -> None:
+    def __init__(self, place: Place, open_slot: OpenSlot, row: int, beside: dict[str, RowBackend]) -> None:
         super().__init__(place)
-        self.row, self._beside = row, beside
+        self.row, self._beside, self._open_slot = row, beside, open_slot
+        beside[place.name] = self
         self.wide: tuple[WidePlan, ...] = ()  # parts of a width seed; none in a seed of another kind
         self.order = 0  # of a width seed: its units come behind those of the seeds with a smaller number
         self.norms: list[float] = []  # gradient norms of the seed since the last decision; the fleet writes them
         self.skipped = 0  # steps among these that the seed did not take only because its host did not
-        self._storage = storage
+        self._storage = open_slot(place)
         self._has_seed = False
         self._is_connected = False
         self._alpha = 0.0
@@ -111,6 +116,12 @@ class RowBackend(SlotBackend):
     def plan(self, blueprint: str) -> tuple[WidePlan, ...]:
         """Return the parts that a width seed of a blueprint would have here now; () for a seed of another kind."""
         return plan_in(self.place_now(), blueprint, self._kept_units())
+
+    def open_again(self) -> RowBackend:
+        return RowBackend(self.place.again(), self._open_slot, self.row, self._beside)
+
+    def close(self) -> None:
+        del self._beside[self.place.name]
 
     def why_not_removed(self) -> str:
         return why_not_removed(self.place.name, {name: (backend.order, backend.wide) for name, backend in self._beside.items()})
@@ -178,7 +189,8 @@ class RowSnapshots:
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         self._copies = [None] * self.keep
         for number, copy in state.items():
-            self._copies[int(number)] = {name: fitted(copy[name].to(tensor).clone(), tensor) for name, tensor in self.live().items()}
+            own = {name: tensor.to(live) for name, live in self.live().items() if (tensor := copy.get(name)) is not None}
+            self._copies[int(number)] = {name: fitted(own.get(name), live).clone() for name, live in self.live().items()}
 
 
 def fitted(tensor: Tensor | None, like: Tensor) -> Tensor:

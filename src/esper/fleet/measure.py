@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -144,17 +144,22 @@ def probes_of(seed_storages: SeedStorages, asking: Mapping[int, HostGrowth[RowBa
     """
     # Hosts whose portions fall into the same steps share a probe.
     groups: dict[range, dict[int, tuple[Key, ...]]] = defaultdict(dict)
+    changing: dict[range, set[int]] = defaultdict(set)
     for position, host_growth in asking.items():
         length = host_growth.history.length
         costs = {key: _cost(host_growth.lifecycles, *key) for key in _candidates(host_growth.lifecycles)}
         plan = portions(costs, host_growth.lifecycles.host, probe_steps=host_growth.config.probe_steps, length=length)
         first = 0 if length is None else max(steps - sum(portion.steps for portion in plan), 0)
-        for portion in plan:
+        for number, portion in enumerate(plan):
             if window := range(first, min(first + portion.steps, steps)):
                 groups[window][position] = portion.candidates
+                following = plan[number + 1].candidates if number + 1 < len(plan) else ()
+                has_wide = any(get_blueprint(blueprint).share is not None for _, blueprint in (*portion.candidates, *following))
+                if has_wide and len(window) == portion.steps:
+                    changing[window].add(position)
             first += portion.steps
     all_lifecycles = {position: host_growth.lifecycles for position, host_growth in asking.items()}
-    return [RowProbe(seed_storages, all_lifecycles, asked, window=window) for window, asked in groups.items()]
+    return [RowProbe(seed_storages, all_lifecycles, asked, changing[window], window=window) for window, asked in groups.items()]
 
 
 def _candidates(lifecycles: SlotLifecycles[RowBackend]) -> Iterator[Key]:
@@ -175,6 +180,7 @@ class RowProbe:
     In every step call `catch` in the forward pass, then `ask` with the gradients of the tensors in `caught`. Where there are `wide_hosts`,
     run a second pass of these hosts with `wide_candidates()`, and call `ask_width` with the gradients of the candidates' weights. Call
     `close` after the last step. `asked` maps the position of a host to its candidates. Their weights are drawn at the first step.
+    `changing` are the hosts that would have other width candidates in their layers after the last step than in it, if they were alone.
     """
 
     def __init__(
@@ -182,10 +188,11 @@ class RowProbe:
         seed_storages: SeedStorages,
         all_lifecycles: Mapping[int, SlotLifecycles[RowBackend]],
         asked: Mapping[int, Sequence[Key]],
+        changing: Collection[int],
         *,
         window: range,
     ) -> None:
-        self.window = window
+        self.window, self.changing = window, changing
         self.flops: dict[int, int] = defaultdict(int)  # position -> FLOPs per sample of a step in the window
         self._seed_storages, self._lifecycles = seed_storages, all_lifecycles
         # Hosts that ask for a candidate, by position. Beside other kept seeds, a width candidate is of another kind.
@@ -377,7 +384,7 @@ class _WideTrial(_Trial):
             buffers = {name: upload(torch.stack([own[name] for own in found]), device) for name in kind.buffers.shapes}
         weights = {ROW: upload(rows, device).requires_grad_()}
         alpha, orders = torch.ones(len(positions), dtype=rows.dtype, device=device), [order] * len(positions)
-        self.stacked = StackedSeed(slot, kind, weights, alpha, upload(places, device), places, orders, buffers)
+        self.stacked = StackedSeed(storage.place, kind, weights, alpha, upload(places, device), places, orders, buffers)
 
     def add_step(self, gradient: Tensor, scales: NoLossScales) -> None:
         """Add one step, given the scaled gradient [R, ...] of all weights of the candidate."""

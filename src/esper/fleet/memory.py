@@ -97,7 +97,7 @@ def step_bytes(
         weights.append(torch.zeros(1, kind.layout.width, dtype=kind.place.dtype, device=inputs.device, requires_grad=True))
         buffers = kind.buffers.unflatten(torch.zeros(1, kind.buffers.width, dtype=kind.place.dtype, device=inputs.device))
         alpha = torch.ones(1, dtype=kind.place.dtype, device=inputs.device)
-        seeds = [StackedSeed(kind.place.name, kind, kind.weights_of(weights[-1]), alpha, None, [0], [1], buffers)]
+        seeds = [StackedSeed(kind.place, kind, kind.weights_of(weights[-1]), alpha, None, [0], [1], buffers)]
         arrangement = Arrangement.of(formations, seeds, 1)
 
     def losses(recompute: Recompute) -> Tensor:

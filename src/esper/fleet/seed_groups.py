@@ -176,7 +176,7 @@ class SeedStorage:
 class StackedSeed:
     """Seeds of one kind in a stacked model, at most one per host."""
 
-    slot: str
+    place: Place  # of their slot
     seed_kind: AnyKind
     weights: Mapping[str, Tensor]  # [R, ...]
     alpha: Tensor  # [R]
@@ -184,6 +184,10 @@ class StackedSeed:
     owners: Sequence[int]  # the same positions as Python numbers, which are needed without reading the device
     orders: Sequence[int]  # of width seeds: in a host, the units of one with a smaller order come first
     buffers: Mapping[str, Tensor]  # [R, ...], statistics of width seeds
+
+    @property
+    def slot(self) -> str:
+        return self.place.name
 
     def part(self, seeds: SomeSeeds) -> StackedSeed:
         """Return some of the seeds, with new positions of their hosts."""
@@ -195,7 +199,7 @@ class StackedSeed:
         )
         orders = [self.orders[number] for number in seeds.numbers]
         return StackedSeed(
-            self.slot, self.seed_kind, weights, self.alpha.index_select(0, chosen), seeds.index, seeds.owners, orders, buffers
+            self.place, self.seed_kind, weights, self.alpha.index_select(0, chosen), seeds.index, seeds.owners, orders, buffers
         )
 
     def as_wide(self) -> WideSeeds:
@@ -349,7 +353,7 @@ class SeedGroup:
         """Return the group as part of a stacked model of `hosts` hosts, with these rows of weights and buffers."""
         kind, index = self.seed_kind, None if list(self.hosts) == list(range(hosts)) else self.index
         weights, statistics = kind.weights_of(rows[:, : kind.layout.width]), kind.buffers.unflatten(buffers[:, : kind.buffers.width])
-        return StackedSeed(self.slot, kind, weights, alpha, index, self.hosts, self.orders, statistics)
+        return StackedSeed(self.storage.place, kind, weights, alpha, index, self.hosts, self.orders, statistics)
 
 
 class SeedBatch:

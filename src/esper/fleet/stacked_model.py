@@ -260,14 +260,23 @@ class StackedModel:
 
 
 def _at_slots(stacked_seeds: Sequence[StackedSeed], watch: Watch | None, hosts: Sequence[int] | None) -> At:
-    """Return the function that the hosts call after each slot: it shows the activations to `watch` and adds the seeds."""
-    by_slot: dict[str, list[StackedSeed]] = defaultdict(list)
-    for stacked in stacked_seeds:
-        by_slot[stacked.slot].append(stacked)
+    """Return the function that the hosts call after each module with slots: it shows the activations to `watch` and adds the seeds.
 
-    def at(slot: str, h: Tensor) -> Tensor:
-        if watch is not None:
-            h = watch(slot, h, hosts)
-        return act(by_slot[slot], h) if slot in by_slot else h
+    A slot that has opened behind a kept seed comes after the slot of that seed.
+    """
+    by_slot: dict[str, list[StackedSeed]] = defaultdict(list)
+    opened: dict[str, list[str]] = {}  # module -> its slots, if there is more than one, in order
+    for stacked in sorted(stacked_seeds, key=lambda stacked: stacked.place.earlier):
+        by_slot[stacked.slot].append(stacked)
+        slots = opened.setdefault(stacked.place.module, [stacked.place.module])
+        slots += [name for name in (stacked.slot, stacked.place.again().name) if name not in slots]
+
+    def at(module: str, h: Tensor) -> Tensor:
+        for slot in opened.get(module, [module]):
+            if watch is not None:
+                h = watch(slot, h, hosts)
+            if slot in by_slot:
+                h = act(by_slot[slot], h)
+        return h
 
     return at

@@ -75,12 +75,15 @@ class TrainSegment:
     def run(self, batches: Tensor) -> Tensor:
         """Train on the samples of `batches` [T, B, A], given by number. Return the losses [T, A], on the device."""
         losses = torch.zeros(len(batches), len(self.plan.rows), device=batches.device, dtype=self._group.flat.dtype)
-        # Divide the steps into runs with the same active probes: every step of a run is the same program.
-        active = [[probe for probe in self.plan.probes if step in probe.window] for step in range(len(batches))]
+        # Divide the steps into runs with the same active probes, and the same hosts whose second pass is computed as a whole: every step of
+        # a run is the same program.
+        active = [
+            ([probe for probe in self.plan.probes if step in probe.window], self._computed_as_a_whole(step)) for step in range(len(batches))
+        ]
         done = 0
-        for probes, run in groupby(active):
+        for (probes, whole), run in groupby(active):
             steps = len(list(run))
-            self._repeat(partial(self._step, batches, losses, probes), steps)
+            self._repeat(partial(self._step, batches, losses, probes, whole), steps)
             done += steps
             for probe in probes:
                 if probe.window.stop <= done:
@@ -89,7 +92,13 @@ class TrainSegment:
             learner.put_back()
         return losses
 
-    def _step(self, batches: Tensor, all_losses: Tensor, probes: Sequence[RowProbe]) -> None:
+    def _computed_as_a_whole(self, step: int) -> frozenset[int]:
+        """Return the hosts whose second pass does not replay a part of the first: their width candidates have changed in between."""
+        if self._shadow is None:
+            return frozenset()
+        return frozenset(host for probe in self.plan.probes if step == probe.window.stop - 1 for host in probe.changing)
+
+    def _step(self, batches: Tensor, all_losses: Tensor, probes: Sequence[RowProbe], whole: frozenset[int]) -> None:
         """Take one training step. All its inputs and results are tensors that stay in place, so that it can be replayed."""
         index = batches.index_select(0, self._now)[0]  # [B, A]
         parts = [self._data.batch(part, self._rows) for part in index.chunk(self.plan.parts)]
@@ -105,7 +114,7 @@ class TrainSegment:
 
         # The second pass comes after the step of the hosts, as in a `Grower`.
         if self._shadow is not None:
-            stepping = self._shadow.step(self._group, parts, self._now, self._config, stepping)
+            stepping = self._shadow.step(self._group, parts, self._now, self._config, stepping, whole)
         scales.update_(stepping)
 
         all_losses.index_copy_(0, self._now, losses.unsqueeze(0))
@@ -235,10 +244,12 @@ class _Shadow:
 
         # Slot -> hosts whose first slot in the shadow it is, as positions in the first pass.
         whole = {host for group in groups if group.seed_kind.plan for host in group.hosts}
-        first = {host: min(slots.index(group.slot) for group in groups if host in group.hosts) for host in self._hosts if host not in whole}
+        modules = [(slots.index(group.storage.place.module), group.hosts) for group in groups]
+        first = {host: min(number for number, hosts in modules if host in hosts) for host in self._hosts if host not in whole}
         self._starts = {
             slot: {host for host, number in first.items() if slots[number] == slot} for slot in slots if slots.index(slot) in first.values()
         }
+        self._whole: frozenset[int] = frozenset()  # hosts that replay nothing in this step
         self._sources: dict[Any, _Source] = {}  # cache of `_source`
 
     def record(self, slot: str, h: Tensor, hosts: Sequence[int] | None) -> Tensor:
@@ -253,7 +264,7 @@ class _Shadow:
         if slot not in self._starts:
             return h
         recorded = self._recorded[slot]
-        key = slot, None if places is None else tuple(places), tuple(recorded)
+        key = slot, None if places is None else tuple(places), tuple(recorded), self._whole
         if key not in self._sources:  # only in the first step with these recordings, which is not captured by a graph
             self._sources[key] = self._source(slot, range(len(self._hosts)) if places is None else places, recorded)
         source = self._sources[key]
@@ -266,7 +277,8 @@ class _Shadow:
         """Return where the hosts of these places find their recorded activations."""
         targets: list[int] = []
         pieces: list[tuple[tuple[int, ...] | None, Tensor]] = []
-        starting = {self._hosts[place]: number for number, place in enumerate(places) if self._hosts[place] in self._starts[slot]}
+        first_here = self._starts[slot] - self._whole
+        starting = {self._hosts[place]: number for number, place in enumerate(places) if self._hosts[place] in first_here}
         for hosts in recorded:
             found = [host for host in starting if hosts is None or host in hosts]
             if found:
@@ -274,9 +286,20 @@ class _Shadow:
                 pieces.append((hosts, upload([host if hosts is None else hosts.index(host) for host in found], self._device)))
         return _Source(pieces, upload(targets, self._device, torch.int64))
 
-    def step(self, host: HostGroup, parts: Parts, now: Tensor, config: SeedOptimizerConfig, stepping: Tensor | None) -> Tensor | None:
-        """Train the seeds of the hosts that are `stepping` [A]. Return `stepping` without the hosts whose gradients overflowed here."""
-        seeds = self.plan.in_shadow
+    def step(
+        self,
+        host: HostGroup,
+        parts: Parts,
+        now: Tensor,
+        config: SeedOptimizerConfig,
+        stepping: Tensor | None,
+        whole: frozenset[int],
+    ) -> Tensor | None:
+        """Train the seeds of the hosts that are `stepping` [A]. Return `stepping` without the hosts whose gradients overflowed here.
+
+        The hosts in `whole` replay nothing.
+        """
+        seeds, self._whole = self.plan.in_shadow, whole
         (gradient,) = _means(self._pass(host, number, inputs, targets, now) for number, (inputs, targets) in enumerate(parts))
         stepping = host.scales.unscale_([(gradient, seeds.hosts)], stepping)
         seeds.learn(gradient, now, self.plan.rates, config, active=stepping)
