@@ -164,7 +164,7 @@ def probes_of(seed_storages: SeedStorages, asking: Mapping[int, HostGrowth[RowBa
 
 def _candidates(lifecycles: SlotLifecycles[RowBackend]) -> Iterator[Key]:
     """Yield slot and blueprint of every candidate that may germinate now."""
-    for slot in lifecycles.backends:
+    for slot in lifecycles.options:  # in the order in which a model alone asks
         for candidate in lifecycles.view(slot, {}).candidates:
             yield slot, candidate.blueprint
 

@@ -14,7 +14,7 @@ Shapes: B = samples, N = hosts of the fleet or of the stacked model, A = hosts t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ from esper.fleet.stacked.lowering import At, Recompute, Stacked, lower
 from esper.fleet.stacked.rows import Layout, ModuleRows
 from esper.fleet.width import Formation, Formations, WidthKind
 from esper.gradients import LossScales, NoLossScales
+from esper.growth.host.layout import Place
 
 
 class HostStorage:
@@ -191,6 +192,11 @@ class StackedModel:
     recompute: Recompute | None = None  # runs the blocks whose activations are recomputed in the backward pass; None: keep all
     arrangement: Arrangement | None = None
 
+    @property
+    def _places(self) -> list[Place]:
+        """Places of all seeds."""
+        return [stacked.place for stacked in self.stacked_seeds]
+
     def losses(self, inputs: Tensor, targets: Tensor, *, training: bool, watch: Watch | None = None) -> Tensor:
         """Return the mean loss of every host [N] on its samples: inputs [B, N, ...], targets [B, N, ...]."""
         return self.losses_of_samples(inputs, targets, training=training, watch=watch).mean(0)
@@ -198,7 +204,8 @@ class StackedModel:
     def losses_of_samples(self, inputs: Tensor, targets: Tensor, *, training: bool, watch: Watch | None = None) -> Tensor:
         """Return the loss of every sample [B, N]; that of a sequence is the mean over its tokens."""
         if self.arrangement is None:
-            return self._losses(self.host, self.tensors, inputs, targets, training, _at_slots(self.stacked_seeds, watch, None))
+            at = _at_slots(self.stacked_seeds, self._places, watch, None)
+            return self._losses(self.host, self.tensors, inputs, targets, training, at)
         weights = self.arrangement.formations.layout.flatten(self.tensors)
         found = [self._losses_of_part(part, weights, inputs, targets, training, watch) for part in self.arrangement.parts]
         inverse = self.arrangement.inverse
@@ -224,7 +231,7 @@ class StackedModel:
             seeds = [self.stacked_seeds[number].part(some).as_wide() for number, some in part.wide]
             host, tensors = part.formation.stacked, part.formation.tensors(weights, buffers, seeds)
         others = [self.stacked_seeds[number].part(some) for number, some in part.others]
-        losses = self._losses(host, tensors, inputs, targets, training, _at_slots(others, watch, part.hosts))
+        losses = self._losses(host, tensors, inputs, targets, training, _at_slots(others, self._places, watch, part.hosts))
         if training:
             self._put_back(part, tensors)
         return losses
@@ -259,17 +266,19 @@ class StackedModel:
         return each.view(len(inputs), inputs.shape[1], -1).mean(dim=2)
 
 
-def _at_slots(stacked_seeds: Sequence[StackedSeed], watch: Watch | None, hosts: Sequence[int] | None) -> At:
+def _at_slots(stacked_seeds: Sequence[StackedSeed], places: Iterable[Place], watch: Watch | None, hosts: Sequence[int] | None) -> At:
     """Return the function that the hosts call after each module with slots: it shows the activations to `watch` and adds the seeds.
 
-    A slot that has opened behind a kept seed comes after the slot of that seed.
+    `stacked_seeds` are those in depth, `places` those of all seeds. A slot that has opened behind a kept seed comes after the slot of that
+    seed.
     """
     by_slot: dict[str, list[StackedSeed]] = defaultdict(list)
-    opened: dict[str, list[str]] = {}  # module -> its slots, if there is more than one, in order
-    for stacked in sorted(stacked_seeds, key=lambda stacked: stacked.place.earlier):
+    for stacked in stacked_seeds:
         by_slot[stacked.slot].append(stacked)
-        slots = opened.setdefault(stacked.place.module, [stacked.place.module])
-        slots += [name for name in (stacked.slot, stacked.place.again().name) if name not in slots]
+    opened: dict[str, list[str]] = {}  # module -> its slots in order, where there are seeds
+    for place in sorted(places, key=lambda place: place.earlier):
+        slots = opened.setdefault(place.module, [place.module])
+        slots += [name for name in (place.name, place.again().name) if name not in slots]
 
     def at(module: str, h: Tensor) -> Tensor:
         for slot in opened.get(module, [module]):
