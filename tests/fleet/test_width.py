@@ -19,6 +19,7 @@ from esper.growth.lifecycle.stages import Advance, Decision, Fossilize, GrowthSt
 from tests.fleet.builders import (
     CONFIG,
     JOINT,
+    LIFECYCLES,
     SHADOW,
     SLOTS,
     MakeHost,
@@ -44,7 +45,6 @@ from tests.fleet.builders import (
 from tests.fleet.test_fleet import sequence_loss
 
 BUDGET = BudgetConfig(max_parameters=None, max_flops=None)
-MODES = pytest.mark.parametrize("lifecycle", [JOINT, pytest.param(SHADOW, marks=pytest.mark.slow)], ids=["joint", "shadow"])
 
 
 class MLP(nn.Module):
@@ -90,7 +90,15 @@ def assert_rows_equal_hosts_alone(
     return fleet
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
+def test_a_row_with_a_chain_of_wider_layers_equals_the_same_host_alone() -> None:
+    fleet = assert_rows_equal_hosts_alone(
+        [{}, {0: [germinate("blocks.0", "widen_50_chain")], 2: [Fossilize("blocks.0", "")]}], JOINT, horizon=3
+    )
+    assert [entry.outcome for entry in fleet.rows[1].host_growth.ledger.entries] == ["kept"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_width_seeds_raised_jointly_equal_those_of_hosts_alone(optimizer: str) -> None:
     """Pairs and chains, one behind another, kept, pruned and moved, with seeds in depth inside and beside hosts without any."""
     one, two, three = SLOTS
@@ -168,7 +176,8 @@ def test_width_seeds_raised_in_the_shadow_equal_those_of_hosts_alone() -> None:
     assert "pruned" in outcomes
 
 
-@MODES
+@pytest.mark.slow
+@LIFECYCLES
 def test_units_of_a_module_without_a_lowering_equal_those_of_hosts_alone(lifecycle: LifecycleConfig) -> None:
     scripts: list[Script] = [
         {},
@@ -183,7 +192,7 @@ def test_units_of_a_module_without_a_lowering_equal_those_of_hosts_alone(lifecyc
 
 
 @pytest.mark.slow
-@MODES
+@LIFECYCLES
 def test_hidden_units_of_a_transformer_equal_those_of_hosts_alone(lifecycle: LifecycleConfig) -> None:
     scripts: list[Script] = [
         {},
@@ -197,7 +206,8 @@ def test_hidden_units_of_a_transformer_equal_those_of_hosts_alone(lifecycle: Lif
     assert_rows_equal_hosts_alone(scripts, lifecycle, make_host=make_gpt_host, slots=("blocks.0", "blocks.1"))
 
 
-@MODES
+@pytest.mark.slow
+@LIFECYCLES
 def test_slots_open_again_behind_kept_seeds_as_in_hosts_alone(lifecycle: LifecycleConfig) -> None:
     """In depth, in width, and in turns; one host grows a third time, another not even once."""
     scripts: list[Script] = [
@@ -314,7 +324,8 @@ def grow_beyond_the_first_room(fleet: Fleet) -> None:
     fleet.advance()
 
 
-@MODES
+@pytest.mark.slow
+@LIFECYCLES
 def test_a_saved_fleet_with_width_seeds_goes_on_bit_for_bit(lifecycle: LifecycleConfig) -> None:
     growth, settings = GrowthConfig(lifecycle=lifecycle, budget=BUDGET), host_settings(2, horizon=12)
     fleet, resumed = make_fleet(settings, growth), make_fleet(settings, growth)
@@ -371,7 +382,7 @@ def test_hosts_of_different_widths_train_in_parts_and_recomputed_as_they_do_at_o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lifecycle", [JOINT, SHADOW], ids=["joint", "shadow"])
+@LIFECYCLES
 def test_one_step_of_width_seeds_in_lower_precision_agrees_with_float64(lifecycle: LifecycleConfig) -> None:
     growth = GrowthConfig(lifecycle=lifecycle, budget=BUDGET)
     config = msgspec.structs.replace(CONFIG, steps_per_decision=1)

@@ -131,11 +131,11 @@ class HostPart:
         """Return the part of `hosts` out of `total`. `wide` are the numbers of their width seeds."""
         found: list[tuple[int, SomeSeeds]] = []
         for number, stacked in enumerate(stacked_seeds):
-            # The seeds of a width kind must be in the order of the hosts, because their weights are put beside those of the hosts.
-            owners = [host for host in hosts if host in stacked.owners]
-            if owners:
-                numbers = [stacked.owners.index(host) for host in owners]
-                places = [hosts.index(host) for host in owners]
+            # In the order of the hosts, because the weights of width seeds are put beside those of the hosts.
+            of_owner = {owner: seed for seed, owner in enumerate(stacked.owners)}
+            seeds = [(of_owner[host], place) for place, host in enumerate(hosts) if host in of_owner]
+            if seeds:
+                numbers, places = [seed for seed, _ in seeds], [place for _, place in seeds]
                 found.append((number, SomeSeeds.of(numbers, len(stacked.owners), places, len(hosts), formations.device)))
         by_number = dict(found)
         kinds = [kind for number in wide if isinstance(kind := stacked_seeds[number].seed_kind, WidthKind)]
@@ -172,8 +172,8 @@ class Arrangement:
         for host, seeds in enumerate(owned):
             grouped[tuple(number for _, number in sorted(seeds))].append(host)
         parts = [HostPart.of(formations, stacked_seeds, wide, some, total=hosts) for wide, some in grouped.items()]
-        in_parts = [host for part in parts for host in part.hosts]
-        inverse = None if len(parts) == 1 else upload([in_parts.index(host) for host in range(hosts)], formations.device)
+        places = {host: place for place, host in enumerate(host for part in parts for host in part.hosts)}
+        inverse = None if len(parts) == 1 else upload([places[host] for host in range(hosts)], formations.device)
         return cls(formations, parts, inverse)
 
 

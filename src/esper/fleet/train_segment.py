@@ -188,14 +188,15 @@ class _SecondPass:
         self.plan, self.hosts = plan, hosts
         self._device = plan.rates.device
         self.index = upload(hosts, self._device)
+        self._places = {host: place for place, host in enumerate(hosts)}
         self._connected = [self.seeds_of(group) for group in plan.connected.groups]
         self._arrangement: Arrangement | None = None
         self._is_arranged = False
 
     def seeds_of(self, group: SeedGroup) -> SomeSeeds:
         """Return the seeds of a group that belong to these hosts."""
-        numbers = [number for number, host in enumerate(group.hosts) if host in self.hosts]
-        places = [self.hosts.index(group.hosts[number]) for number in numbers]
+        numbers = [number for number, host in enumerate(group.hosts) if host in self._places]
+        places = [self._places[group.hosts[number]] for number in numbers]
         return SomeSeeds.of(numbers, len(group.hosts), places, len(self.hosts), self._device)
 
     def losses(
