@@ -34,7 +34,7 @@ from esper.fleet.data import FleetData, TaskTensors, placed_inputs, rounded_inpu
 from esper.fleet.device import Reading, Repeater, on_gpu, upload
 from esper.fleet.hosts import Host, PendingCopies, RowBackend, RowRecovery, RowSnapshots, fitted
 from esper.fleet.measure import Samples, are_finite, contributions, losses_of, losses_without, mean_losses, probes_of
-from esper.fleet.memory import Memory, check_fits, explained, free_bytes, seed_bytes, state_bytes, step_bytes
+from esper.fleet.memory import Memory, check_fits, explained, free_bytes, seed_bytes, state_bytes, step_bytes, width_bytes
 from esper.fleet.optimizers import SGD, AdamW
 from esper.fleet.seed_groups import (
     AllLifecycles,
@@ -171,9 +171,13 @@ class Fleet:
 
     def _least_memory(self, template: nn.Module, seed_kinds: SeedKinds, make: MakeRowOptimizer, tensors: TaskTensors) -> Memory:
         """Return the memory of a host, with `seeds` at 0: the activations of seeds do not count."""
-        copies = 2 + self.growth.governor.keep  # the storage, the compact copy that trains, and the snapshots
-        step = self._step_bytes(template, tensors)
-        return Memory(copies * state_bytes(template, seed_kinds, make, scales=self._has_scales), step, seeds=0)
+        state = self._copies * state_bytes(template, seed_kinds, make, scales=self._has_scales)
+        return Memory(state, self._step_bytes(template, tensors), seeds=0)
+
+    @property
+    def _copies(self) -> int:
+        """Number of copies of a host's state: the storage, the compact copy that trains, and the snapshots."""
+        return 2 + self.growth.governor.keep
 
     def _step_bytes(self, template: nn.Module, tensors: TaskTensors, *, wider: tuple[Formations, WidthKind] | None = None) -> int:
         """Return the bytes of a training step of one host, with a width seed where one is given."""
@@ -190,12 +194,13 @@ class Fleet:
         return Memory(self._memory.state, self._memory.step, sum(largest))
 
     def _seed_bytes(self, storage: SeedStorage) -> Iterator[int]:
-        """Yield the bytes that a seed in one slot adds to a step: of every kind in depth, and of the widest width seed."""
+        """Yield the bytes that a seed in one slot adds: of every kind in depth, and of the widest width seed."""
         wide = [kind for kind in storage.seed_kinds.values() if isinstance(kind, WidthKind)]
         if wide:
             widest = max(wide, key=lambda kind: kind.layout.width)
             template = self.make_host(0).to(self.device, self.dtype)
-            yield self._step_bytes(template, self.data.tensors, wider=(self.host.formations, widest)) - self._memory.step
+            step = self._step_bytes(template, self.data.tensors, wider=(self.host.formations, widest))
+            yield step - self._memory.step + self._copies * width_bytes(widest, storage.seed_kinds, storage.make)
         for kind in storage.seed_kinds.values():
             if isinstance(kind, SeedKind):
                 yield seed_bytes(kind, self._part_size, self._precision)
@@ -459,7 +464,8 @@ class Fleet:
             self.rows[row].load_state_dict(saved)
         with torch.no_grad():
             for name, tensor in self.tensors().items():
-                tensor.copy_(fitted(state["tensors"][name].to(tensor), tensor))
+                saved_tensor = state["tensors"].get(name)
+                tensor.copy_(fitted(None if saved_tensor is None else saved_tensor.to(tensor), tensor))
         self._snapshots.load_state_dict(state["snapshots"])
         self.data.load_state_dict(state["data"])
         self.samples_trained = state["samples_trained"]
@@ -472,7 +478,7 @@ class Fleet:
             if module in self.seed_storages:
                 self._open_slot(replace(self.places[module], name=slot, earlier=int(number) - 1))
         self.seed_storages = {slot: one for slot, one in self.seed_storages.items() if slot in slots or not one.place.earlier}
-        shapes = {name: list(tensor.shape) for name, tensor in self.tensors().items()}
+        shapes = {f"host {name}": list(tensor.shape) for name, tensor in self.host.tensors.items()}
         for slot, storage in self.seed_storages.items():
             shapes |= {f"{slot} {name}": shape for name, shape in storage.shapes_for(slot, saved).items()}
         return shapes

@@ -6,7 +6,7 @@ Shapes: B = samples of a training batch.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.fleet.config import FleetError
-from esper.fleet.seed_groups import MakeRowOptimizer, SeedKind, SeedKinds, StackedSeed
+from esper.fleet.seed_groups import AnyKind, MakeRowOptimizer, SeedKind, SeedKinds, StackedSeed, least_width
 from esper.fleet.stacked.lowering import Compute, Recompute, lower
 from esper.fleet.stacked.rows import ModuleRows
 from esper.fleet.stacked_model import Arrangement, StackedModel
@@ -28,9 +28,9 @@ from esper.gradients import LossScales
 class Memory:
     """Bytes of one host. `state` is computed; `step` and `seeds` are estimated from the tensors that autograd keeps for a backward pass."""
 
-    state: int  # weights, buffers and moments with a seed in every slot, in all copies: stored, training, and in every snapshot
+    state: int  # weights, buffers and moments with a seed in depth in every slot, in all copies: stored, training, and in every snapshot
     step: int  # a training step of the host alone
-    seeds: int  # added to the step by the largest seed in every slot
+    seeds: int  # added by the largest seed in every slot to the step, and to the state if it is a width seed
 
     @property
     def least(self) -> int:
@@ -62,18 +62,25 @@ def in_words(count: int) -> str:
 
 
 def state_bytes(template: nn.Module, seed_kinds: SeedKinds, make: MakeRowOptimizer, *, scales: bool = False) -> int:
-    """Return the bytes of one copy of a host's state, with room for the largest seed in every slot."""
+    """Return the bytes of one copy of a host's state, with room for the largest seed in depth in every slot."""
     # The tensors are on the meta device: they have sizes but no memory.
     rows = ModuleRows(template, 1, device="meta")
-    widest = [max((kind.layout for kind in kinds.values()), key=lambda layout: layout.width) for kinds in seed_kinds.values()]
-    learning = [rows.parameters.flat, *(torch.empty(1, layout.width, dtype=layout.dtype, device="meta") for layout in widest)]
-    statistics = [max((kind.buffers for kind in kinds.values()), key=lambda layout: layout.width) for kinds in seed_kinds.values()]
-    buffers = [torch.empty(1, layout.width, dtype=layout.dtype, device="meta") for layout in statistics]
+    dtype = rows.parameters.layout.dtype
+    seeds = [torch.empty(1, least_width(kinds), dtype=dtype, device="meta") for kinds in seed_kinds.values()]
+    learning = [rows.parameters.flat, *seeds]
     moments = [moment for flat in learning for moment in make(flat).state.values()]
-    warmups = torch.empty(len(widest), dtype=torch.int64, device="meta")
+    warmups = torch.empty(len(seeds), dtype=torch.int64, device="meta")
     loss_scales = LossScales.fresh(1, "meta").tensors.values() if scales else ()
     constants = [part.flat for part in rows.constants]
-    return sum(tensor.nbytes for tensor in (*learning, *buffers, *moments, *constants, warmups, *loss_scales))
+    return sum(tensor.nbytes for tensor in (*learning, *moments, *constants, warmups, *loss_scales))
+
+
+def width_bytes(kind: WidthKind, seed_kinds: Mapping[str, AnyKind], make: MakeRowOptimizer) -> int:
+    """Return the bytes that a width seed of this kind adds to one copy of the state of its slot, whose kinds are `seed_kinds`."""
+    missing = max(kind.layout.width - least_width(seed_kinds), 0)
+    row = torch.empty(1, missing, dtype=kind.place.dtype, device="meta")
+    wider = [row, *(moment for moment in make(row).state.values() if moment.ndim > 1)]
+    return sum(tensor.nbytes for tensor in wider) + kind.buffers.width * kind.place.dtype.itemsize
 
 
 def step_bytes(

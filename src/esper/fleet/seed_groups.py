@@ -101,8 +101,13 @@ def _without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Ten
 AnyKind = SeedKind | WidthKind
 
 
+def least_width(seed_kinds: Mapping[str, AnyKind]) -> int:
+    """Return the number of weights in a row of a new storage: those of the largest seed in depth. Room for width seeds is made later."""
+    return max((kind.layout.width for kind in seed_kinds.values() if not kind.plan), default=0)
+
+
 class SeedStorage:
-    """The seeds of one slot, one row per host, one seed per row. Rows are as wide as the largest kind of seed that the slot has had.
+    """The seeds of one slot, one row per host, one seed per row. Rows become wider when a larger seed is planted.
 
     The end of a row that its seed does not need, and a row without a seed, hold arbitrary values. `seed_kinds` maps a blueprint to its kind
     in a host without kept width seeds. `modules` are those of a host on the CPU.
@@ -113,16 +118,13 @@ class SeedStorage:
     ) -> None:
         self.place, self.seed_kinds, self.modules, self.make = place, seed_kinds, modules, make
         self._wide = {(kind.blueprint, kind.plan): kind for kind in seed_kinds.values() if isinstance(kind, WidthKind)}
-        kinds = seed_kinds.values()
-        self._least = max(kind.layout.width for kind in kinds), max(kind.buffers.width for kind in kinds)  # width of weights, buffers
-        weights = torch.zeros(hosts, self._least[0], dtype=place.dtype, device=place.device)
+        self._least = least_width(seed_kinds)
+        weights = torch.zeros(hosts, self._least, dtype=place.dtype, device=place.device)
         self.tensors: dict[str, Tensor] = {
             "weights": weights,
             "warmup": torch.zeros(hosts, dtype=torch.int64, device=place.device),  # steps over which the learning rate of a seed rises
             **make(weights).state,
         }
-        if self._least[1]:
-            self.tensors["buffers"] = torch.zeros(hosts, self._least[1], dtype=place.dtype, device=place.device)
 
     def kind(self, blueprint: str, plan: tuple[WidePlan, ...] = ()) -> AnyKind:
         """Return the kind of a seed; `plan` are the parts of a width seed."""
@@ -133,7 +135,9 @@ class SeedStorage:
         return self._wide[blueprint, plan]
 
     def make_room(self, weights: int, buffers: int) -> None:
-        """Make the rows at least so wide. Beside kept width seeds, a seed may be wider than any kind in a host without them."""
+        """Make the rows at least so wide."""
+        if buffers and "buffers" not in self.tensors:
+            self.tensors["buffers"] = self.tensors["weights"].new_zeros(len(self.tensors["weights"]), 0)
         for name, tensor in self.tensors.items():
             missing = (buffers if name == "buffers" else weights) - tensor.shape[-1]
             if tensor.ndim > 1 and missing > 0:
@@ -142,13 +146,14 @@ class SeedStorage:
     def shapes_for(self, slot: str, saved: Mapping[str, Tensor]) -> dict[str, list[int]]:
         """Return the shapes of all tensors that a saved state of this slot must have.
 
-        Its rows may be wider than those of a new storage, but not narrower.
+        Its rows may be wider than those of a new storage, but not narrower. It has buffers only if a width seed has grown.
         """
-        shapes = {name: list(tensor.shape) for name, tensor in self.tensors.items()}
+        shapes = {name: list(tensor.shape) for name, tensor in self.tensors.items() if name != "buffers"}
         for name, shape in shapes.items():
             if len(shape) > 1 and f"{slot} {name}" in saved:
-                least = self._least[1 if name == "buffers" else 0]
-                shapes[name] = [shape[0], max(saved[f"{slot} {name}"].shape[-1], least)]
+                shapes[name] = [shape[0], max(saved[f"{slot} {name}"].shape[-1], self._least)]
+        if f"{slot} buffers" in saved:
+            shapes["buffers"] = [len(self.tensors["weights"]), saved[f"{slot} buffers"].shape[-1]]
         return shapes
 
     @torch.no_grad()
