@@ -3,11 +3,13 @@
     python benchmarks/fleet.py --device cpu --output benchmarks/results/fleet_cpu.jsonl
     python benchmarks/fleet.py --hosts 1 4 16 64 --seeds none --steps 5 --repeats 5 --threads 1
     python benchmarks/fleet.py --device cuda --shape 3x32x32 --channels 8-16-32 --batch 512 --hosts 64 --precision bfloat16
+    python benchmarks/fleet.py --device cpu --seeds "one per host" "one per slot" --blueprints widen_50
 
 All ways train the same hosts on the same batches by AdamW, the first two through a `Grower` for each host, and all of them with the same
-seeds: none, one living seed in every host, or one in every slot, of mixed blueprints. What is timed is training alone: no validation, no
-decision. A turn is some steps of all hosts; the ways take turns, so that other work on the machine disturbs all of them alike, and what is
-reported is the median turn. Data are on the device. On a CPU every way computes on one thread or on `--threads`, as suits it best.
+seeds: none, one living seed in every host, or one in every slot, of mixed blueprints, in depth or in width. What is timed is training
+alone: no validation, no decision. A turn is some steps of all hosts; the ways take turns, so that other work on the machine disturbs all of
+them alike, and what is reported is the median turn. Data are on the device. On a CPU every way computes on one thread or on `--threads`, as
+suits it best.
 
 A record for each way and each kind of seeds: `samples_per_s` of all hosts together, `ratio_to_sequential` and `ratio_to_streams` of the
 medians, `peak_memory` in bytes (the hosts' state and what a turn takes beyond it; on a CPU by the resident set, about), `compiles` of torch
@@ -22,7 +24,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +40,7 @@ from esper.fleet import Fleet, FleetConfig, HostConfig, TaskTensors
 from esper.fleet.kernels import compiled_kernels
 from esper.growth import Grower, GrowthConfig, Planned, add_slots
 from esper.growth.config import BudgetConfig
+from esper.growth.seeds.blueprints import blueprints_for
 from esper.tasks import ConvHost, Split, Task, load_task, shuffled_order
 from floor import floor
 from records import Output, Record, metadata
@@ -275,10 +278,12 @@ def _sum(state: int | None, beyond: int | None) -> int | None:
 # What is asked for
 
 
-def plans(seeds: str, hosts: int, slots: Sequence[str], blueprints: Sequence[str]) -> list[Plan]:
-    """What grows in every host: slots and blueprints in turn, so that every slot has all of them."""
+def plans(seeds: str, hosts: int, options: Mapping[str, Sequence[str]]) -> list[Plan]:
+    """What grows in every host: slots and the blueprints that fit them in turn, so that every slot has all of them."""
+    slots = list(options)
 
     def seed(host: int, number: int) -> tuple[int, str, str]:
+        blueprints = options[slots[number]]
         return 0, slots[number], blueprints[(host // len(slots) + number) % len(blueprints)]
 
     if seeds == "none":
@@ -317,7 +322,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shape", help="of one sample, such as 3x32x32, for noise instead of a task")
     parser.add_argument("--channels", default="4-8-16", help="of the hosts' blocks")
     parser.add_argument("--precision", choices=["float32", "bfloat16", "float64"], default="float32")
-    parser.add_argument("--blueprints", nargs="+", default=list(BLUEPRINTS))
+    parser.add_argument("--blueprints", nargs="+", default=list(BLUEPRINTS), help="such as conv3x3 or widen_50, each where it fits")
     parser.add_argument("--seeds", nargs="+", choices=SEEDS, default=list(SEEDS))
     parser.add_argument("--steps", type=int, default=20, help="of every host in a turn")
     parser.add_argument("--steps-alone", type=int, help="the same for hosts that train alone, where their turns would be long")
@@ -338,7 +343,8 @@ def measure_all(options: argparse.Namespace, device: torch.device, write: Callab
     dtype = torch.float64 if options.precision == "float64" else torch.float32
     tensors = TaskTensors.of(task, device=device, dtype=dtype)
     model = task.make_host(options.channels, seed=0)
-    slots = list(add_slots(model, task.train.inputs[:2]).slots)
+    slotted = add_slots(model, task.train.inputs[:2])
+    fitting = {name: [blueprint.name for blueprint in blueprints_for(slotted.place(name), options.blueprints)] for name in slotted.slots}
     about = {
         "hosts": options.hosts,
         "batch": options.batch,
@@ -351,7 +357,7 @@ def measure_all(options: argparse.Namespace, device: torch.device, write: Callab
         "torch": torch.__version__,
     }
     for seeds in options.seeds:
-        grown = plans(seeds, options.hosts, slots, options.blueprints)
+        grown = plans(seeds, options.hosts, {name: blueprints for name, blueprints in fitting.items() if blueprints})
         setup = Setup(
             task=task,
             tensors=tensors,

@@ -101,8 +101,8 @@ class NoLossScales:
         """Return the losses [R] of these rows [R] times their scales; None: of all rows, in order."""
         return losses
 
-    def unscaled(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of activations [B, N, ...] of all rows divided by their scales."""
+    def unscaled(self, gradient: Tensor, rows: Tensor) -> Tensor:
+        """Return the gradient of activations [B, R, ...] of these rows [R] divided by their scales."""
         return gradient
 
     def divide_(self, gradient: Tensor, rows: Tensor | None = None) -> None:
@@ -160,8 +160,8 @@ class LossScales(NoLossScales):
     def scaled(self, losses: Tensor, rows: Tensor | None = None) -> Tensor:
         return losses * self._of(rows)
 
-    def unscaled(self, gradient: Tensor) -> Tensor:
-        return gradient.to(self.scale.dtype) / self.scale.view(1, -1, *[1] * (gradient.ndim - 2))
+    def unscaled(self, gradient: Tensor, rows: Tensor) -> Tensor:
+        return gradient.to(self.scale.dtype) / self._of(rows).view(1, -1, *[1] * (gradient.ndim - 2))
 
     def divide_(self, gradient: Tensor, rows: Tensor | None = None) -> None:
         gradient.div_(self._of(rows).unsqueeze(-1))

@@ -55,7 +55,7 @@ def test_nothing_is_written_unless_asked(tmp_path: Path, monkeypatch: pytest.Mon
 def test_all_methods_train_the_same_hosts_on_the_same_batches_with_the_same_seeds() -> None:
     task = fleet_benchmark.synthetic_task((1, 8, 8), batch=4)
     tensors = TaskTensors.of(task, device=torch.device("cpu"), dtype=torch.float32)
-    plans = fleet_benchmark.plans("one per slot", 3, ["blocks.0", "blocks.1"], ["norm", "conv3x3"])
+    plans = fleet_benchmark.plans("one per slot", 3, {"blocks.0": ["norm", "conv3x3"], "blocks.1": ["widen_50", "conv3x3"]})
     setup = fleet_benchmark.Setup(
         task=task,
         tensors=tensors,
@@ -78,7 +78,7 @@ def test_all_methods_train_the_same_hosts_on_the_same_batches_with_the_same_seed
 
 @pytest.mark.parametrize(("seeds", "count"), [("none", 0), ("one per host", 1), ("one per slot", 3)])
 def test_plans_mix_slots_and_blueprints(seeds: str, count: int) -> None:
-    plans = fleet_benchmark.plans(seeds, 24, ["a", "b", "c"], ["x", "y", "z", "w"])
+    plans = fleet_benchmark.plans(seeds, 24, {slot: ["x", "y", "z", "w"] for slot in "abc"})
     assert {len(plan) for plan in plans} == {count}
     planted = {(slot, blueprint) for plan in plans for _, slot, blueprint in plan}
     assert len(planted) == (12 if count else 0)

@@ -17,7 +17,6 @@ import esper
 from esper.fleet import Fleet, FleetConfig, HostConfig
 from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.growth.lifecycle.stages import Action, Advance, Decision, Fossilize, Germinate, GrowthState
-from esper.growth.seeds.blueprints import REGISTRY
 from esper.tasks import BatchLoader, ConvHost, Split, Task, load_task
 from esper.tasks.gpt_host import GPTHost
 from tests.conftest import sync_debug_mode
@@ -194,13 +193,6 @@ def step_in_two_precisions(
 # A row beside the same host alone
 
 
-def in_depth(growth: GrowthConfig) -> GrowthConfig:
-    """Return the settings without what a fleet does not have: width seeds, and slots that open again."""
-    deep = tuple(name for name, blueprint in REGISTRY.items() if blueprint.share is None)
-    budget = msgspec.structs.replace(growth.budget, max_seeds_per_place=1)
-    return msgspec.structs.replace(growth, blueprints=growth.blueprints or deep, budget=budget)
-
-
 def train_alone(
     task: Task,
     setting: HostConfig,
@@ -227,7 +219,8 @@ def train_alone(
         optimizer=optimizer,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=setting.horizon),
         controller=controller,
-        config=msgspec.structs.replace(in_depth(growth), seed=setting.growth_seed, rent=setting.rent),
+        keep="last",  # as a fleet does
+        config=msgspec.structs.replace(growth, seed=setting.growth_seed, rent=setting.rent),
     )
 
 
@@ -254,6 +247,20 @@ def train_fleet(
     return fleet
 
 
+def wide_state(fleet: Fleet, row: int) -> State:
+    """Return the state of a host with its kept width seeds as parts of its layers."""
+    model = fleet.stacked_model([row], only_kept=True)
+    if model.arrangement is None:
+        return fleet.host.rows.state_dict_of(row)
+    (part,) = model.arrangement.parts
+    assert part.formation is not None
+    formations = model.arrangement.formations
+    buffers = {name: model.tensors[name] for name in formations.buffers}
+    seeds = [model.stacked_seeds[number].as_wide() for number, _ in part.wide]
+    tensors = part.formation.tensors(formations.layout.flatten(model.tensors), buffers, seeds)
+    return {name: tensor[0] for name, tensor in tensors.items()}
+
+
 def assert_row_equals(fleet: Fleet, row: int, grown: esper.Grown, *, atol: float) -> None:
     """Check that a row has the ledger, the losses and the weights of the host that was trained alone."""
     host_growth = fleet.rows[row].host_growth
@@ -266,14 +273,19 @@ def assert_row_equals(fleet: Fleet, row: int, grown: esper.Grown, *, atol: float
     for entry, other in zip(host_growth.ledger.entries, grown.ledger.entries, strict=True):
         if other.gain is not None:
             torch.testing.assert_close(entry.gain, other.gain, atol=atol, rtol=0)
+    # The width seeds of the host that was trained alone are folded into its layers.
     state = grown.model.state_dict()
-    for name, tensor in fleet.host.rows.state_dict_of(row).items():
+    for name, tensor in wide_state(fleet, row).items():
         torch.testing.assert_close(tensor, state[name], atol=atol, rtol=0)
     for slot, backend in host_growth.lifecycles.occupied():
+        if backend.wide:
+            continue
         seed_kind = fleet.seed_storages[slot].seed_kinds[str(backend.life.blueprint)]
         flat = fleet.seed_storages[slot].tensors["weights"][row : row + 1, : seed_kind.layout.width]
         for name, weight in seed_kind.layout.unflatten(flat).items():
-            (grown_weight,) = (state[key] for key in state if key.startswith(f"{slot}.") and key.endswith(f".esper_seed.{name}"))
+            suffix = "" if not backend.place.earlier else f"_{backend.place.earlier + 1}"
+            start, end = f"{backend.place.module}.", f".esper_seed{suffix}.{name}"
+            (grown_weight,) = (state[key] for key in state if key.startswith(start) and key.endswith(end))
             torch.testing.assert_close(weight[0], grown_weight, atol=atol, rtol=0)
 
 

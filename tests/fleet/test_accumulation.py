@@ -151,7 +151,10 @@ def test_a_probe_counts_every_accumulated_part_as_a_step() -> None:
 
 @pytest.mark.slow
 def test_accumulation_reduces_the_memory_of_a_step() -> None:
-    whole, in_parts = (Fleet(small_task(), make_host, hosts=1, config=config).memory_per_host() for config in (WHOLE, IN_PARTS))
+    # Seeds in depth: width seeds also make wide weights, whatever the batch.
+    growth = GrowthConfig(blueprints=("conv3x3", "wide_conv3x3", "norm"))
+    fleets = [Fleet(small_task(), make_host, hosts=1, growth=growth, config=config) for config in (WHOLE, IN_PARTS)]
+    whole, in_parts = (fleet.memory_per_host() for fleet in fleets)
     assert in_parts.state == whole.state
     assert 4.5 * in_parts.step < whole.step < 5.5 * in_parts.step
     assert 4 * in_parts.seeds < whole.seeds < 5.5 * in_parts.seeds

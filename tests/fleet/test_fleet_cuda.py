@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from esper.fleet import Fleet, FleetConfig, FleetError, HostConfig
-from esper.growth.config import GrowthConfig, LifecycleConfig
+from esper.growth.config import BudgetConfig, GrowthConfig, LifecycleConfig
 from esper.growth.lifecycle.stages import Decision
 from esper.tasks import ConvHost
 from tests.fleet.builders import (
@@ -30,15 +30,16 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def make_gpu_fleet(lifecycle: LifecycleConfig, config: FleetConfig = CONFIG, device: str = "cuda") -> Fleet:
-    return make_fleet(host_settings(3, horizon=20), GrowthConfig(lifecycle=lifecycle, probe_steps=2), config, device=device)
+    growth = GrowthConfig(lifecycle=lifecycle, probe_steps=2, budget=BudgetConfig(max_parameters=None, max_flops=None))
+    return make_fleet(host_settings(3, horizon=20), growth, config, device=device)
 
 
 def train_through_lifecycle(fleet: Fleet) -> None:
-    """Train some epochs with seeds that germinate, blend and are kept."""
+    """Train some epochs with seeds in depth and width that germinate, blend and are kept."""
     germinate_in_every_slot(fleet, 0)
     fleet.decide({2: Decision(probe=True)})
     fleet.advance()
-    fleet.decide({1: Decision((germinate("blocks.1", "wide_conv3x3"),))})
+    fleet.decide({1: Decision((germinate("blocks.1", "wide_conv3x3"), germinate("blocks.0", "widen_50_chain")))})
     fleet.advance()
     advance_and_fossilize(fleet, 0, "blocks.0", epochs=3)
 

@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 
-from esper.controller.layout import in_depth
 from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.fleet import Fleet
 from esper.growth.config import GrowthConfig, LifecycleConfig, RentConfig
@@ -143,4 +142,4 @@ def test_a_controller_sees_the_same_of_a_row_as_of_the_host_alone(raise_mode: st
         rows = fleet.advance()
     assert len(one.seen) == len(other.seen) == 8
     for expected, found in zip(one.seen, other.seen, strict=True):
-        assert_fields_close(dataclasses.asdict(found), dataclasses.asdict(in_depth(expected)))
+        assert_fields_close(dataclasses.asdict(found), dataclasses.asdict(expected))

@@ -76,8 +76,9 @@ def test_the_estimate_of_kept_memory_is_close_to_the_measured_use(is_grown: bool
 
 @pytest.mark.slow
 def test_memory_grows_with_the_batch_and_not_with_the_hosts() -> None:
+    growth = GrowthConfig(blueprints=("conv3x3", "wide_conv3x3", "norm"))  # those of width seeds include weights, whatever the batch
     small, large, many = (
-        make_untrained_fleet(hosts, config=msgspec.structs.replace(CONFIG, batch_size=batch)).memory_per_host()
+        make_untrained_fleet(hosts, growth, msgspec.structs.replace(CONFIG, batch_size=batch)).memory_per_host()
         for hosts, batch in ((1, 10), (1, 40), (8, 10))
     )
     assert small == many

@@ -16,6 +16,7 @@ import torch
 
 from esper.controller.config import ControllerConfig
 from esper.controller.domain import FleetSetting
+from esper.controller.layout import growth_in_depth
 from esper.controller.reward import HostStanding, standing_after
 from esper.fleet.config import HostConfig
 from esper.fleet.data import TaskTensors
@@ -48,7 +49,7 @@ class FleetWithTwins:
             task,
             task.maker(setting.host),
             hosts=self.hosts + len(_twins(setting)),
-            growth=config.growth,
+            growth=growth_in_depth(config.growth),
             config=config.fleet,
             device=device,
             tensors=tensors,

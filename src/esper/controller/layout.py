@@ -18,11 +18,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from esper.controller.features import CANDIDATE, HOST, SLOT, ObservedCandidate, ObservedHost, ObservedSlot
+from esper.growth.config import GrowthConfig
 from esper.growth.lifecycle.stages import (
     Action,
     Advance,
@@ -41,6 +43,7 @@ from esper.growth.lifecycle.stages import (
     may_retarget,
 )
 from esper.growth.measure.contribution import Allowance, total
+from esper.growth.seeds.blueprints import REGISTRY, get_blueprint
 from esper.text_table import figure
 from esper.vecenv import ActionSpec, Discrete, Masks, Obs, ObservationSpec, Relevance, TensorSpec
 
@@ -170,6 +173,13 @@ def in_depth(state: GrowthState) -> GrowthState:
         if not slot.place.earlier
     ]
     return dataclasses.replace(state, slots=tuple(slots), seeds_left=max(state.seeds_left - len(opened), 0))
+
+
+def growth_in_depth(growth: GrowthConfig) -> GrowthConfig:
+    """Return the settings for the fleets that a controller is trained and compared on: seeds in depth, one at each place."""
+    names = REGISTRY if growth.blueprints is None else growth.blueprints
+    deep = tuple(name for name in names if get_blueprint(name).share is None)
+    return msgspec.structs.replace(growth, blueprints=deep, budget=msgspec.structs.replace(growth.budget, max_seeds_per_place=1))
 
 
 def _acting(chosen: Choices) -> list[Mapping[str, int]]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
 from esper.config import Config, ConfigError, Count, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from esper.growth.config import RentConfig
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class FleetError(ValueError):
@@ -69,8 +66,8 @@ class HostConfig(Config):
             raise ConfigError("label_noise", expected="a float >= 0 and < 1", got=self.label_noise)
 
 
-def check_state(state: Mapping[str, Any], tensors: Mapping[str, Tensor], *, hosts: int, keep: int) -> None:
-    """Raise FleetError unless the state fits a fleet with these tensors, `hosts` hosts, and `keep` snapshots of every host."""
+def check_state(state: Mapping[str, Any], shapes: Mapping[str, list[int]], *, hosts: int, keep: int) -> None:
+    """Raise FleetError unless the state fits a fleet with tensors of these shapes, `hosts` hosts, and `keep` snapshots of every host."""
     if len(state["rows"]) != hosts:
         raise FleetError(f"the saved fleet has {len(state['rows'])} hosts, and this one {hosts}; make one of the same size")
     if len(state["snapshots"]) > keep:
@@ -78,10 +75,10 @@ def check_state(state: Mapping[str, Any], tensors: Mapping[str, Tensor], *, host
             f"the saved fleet has {len(state['snapshots'])} snapshots of every host, but this one keeps {keep}; "
             "make one with the same governor.keep"
         )
-    own, saved = ({name: list(tensor.shape) for name, tensor in named.items()} for named in (tensors, state["tensors"]))
-    for name in sorted(own.keys() | saved.keys()):
-        if own.get(name) != saved.get(name):
+    saved = {name: list(tensor.shape) for name, tensor in state["tensors"].items()}
+    for name in sorted(shapes.keys() | saved.keys()):
+        if shapes.get(name) != saved.get(name):
             raise FleetError(
                 f"the saved fleet has other hosts: the shape of {name!r} is {saved.get(name, 'missing')} in it "
-                f"and {own.get(name, 'missing')} here; make one of the same hosts"
+                f"and {shapes.get(name, 'missing')} here; make one of the same hosts"
             )

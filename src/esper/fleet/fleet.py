@@ -20,7 +20,7 @@ Shapes: N = hosts, A = hosts that train, T = steps until the next decision, V = 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -32,13 +32,14 @@ from torch import Tensor, nn
 from esper.fleet.config import FleetConfig, FleetError, HostConfig, check_state
 from esper.fleet.data import FleetData, TaskTensors, placed_inputs, rounded_inputs
 from esper.fleet.device import Reading, Repeater, on_gpu, upload
-from esper.fleet.hosts import Host, PendingCopies, RowBackend, RowRecovery, RowSnapshots
+from esper.fleet.hosts import Host, PendingCopies, RowBackend, RowRecovery, RowSnapshots, fitted
 from esper.fleet.measure import Samples, are_finite, contributions, losses_of, losses_without, mean_losses, probes_of
-from esper.fleet.memory import Memory, check_fits, explained, free_bytes, seed_bytes, state_bytes, step_bytes
+from esper.fleet.memory import Memory, check_fits, explained, free_bytes, seed_bytes, state_bytes, step_bytes, width_bytes
 from esper.fleet.optimizers import SGD, AdamW
 from esper.fleet.seed_groups import (
     AllLifecycles,
     MakeRowOptimizer,
+    SeedKind,
     SeedKinds,
     SeedStorage,
     seed_batches_of,
@@ -46,10 +47,12 @@ from esper.fleet.seed_groups import (
     stacked_seeds_of,
 )
 from esper.fleet.stacked.lowering import recomputed
-from esper.fleet.stacked_model import HostStorage, StackedModel
+from esper.fleet.stacked_model import Arrangement, HostStorage, StackedModel
 from esper.fleet.train_segment import Plan, TrainSegment
+from esper.fleet.width import Formations, WidthKind
 from esper.growth.config import GrowthConfig
 from esper.growth.events import Probed
+from esper.growth.host.layout import Place
 from esper.growth.host.slotted import add_slots
 from esper.growth.lifecycle.governor import LossRange
 from esper.growth.lifecycle.host_growth import HostGrowth, chunk_means
@@ -99,9 +102,10 @@ class Fleet:
         # Find the slots of the architecture on a template, and the kinds of seeds that fit them.
         template = make_host(0).to(self.device, self.dtype)
         slotted = add_slots(template, tensors.inputs[:2], slots=self.growth.slots)
-        self.discovery, self.places = slotted.discovery, {name: replace(slotted.place(name), chain=()) for name in slotted.slots}
+        self.discovery, self.places = slotted.discovery, {name: slotted.place(name) for name in slotted.slots}
         slotted.remove()
-        make, seed_kinds = _optimizer(self.config), seed_kinds_for(self.places, self.growth)
+        formations = Formations(template, list(self.places), self.device)
+        make, seed_kinds = _optimizer(self.config), seed_kinds_for(self.places, self.growth, formations.modules)
 
         # Check that all hosts fit into memory before anything large is allocated.
         self._room = free_bytes(self.device)
@@ -111,10 +115,19 @@ class Fleet:
 
         self.data = FleetData(tensors, hosts=hosts, precision=self._precision)
         self.host = HostStorage(
-            template, list(self.places), hosts=hosts, make=make, device=self.device, dtype=self.dtype, scales=self._has_scales
+            template,
+            list(self.places),
+            hosts=hosts,
+            make=make,
+            device=self.device,
+            dtype=self.dtype,
+            formations=formations,
+            scales=self._has_scales,
         )
-        self.seed_storages = {name: SeedStorage(self.places[name], kinds, hosts=hosts, make=make) for name, kinds in seed_kinds.items()}
-        self._snapshots = RowSnapshots(self.tensors(), self.growth.governor.keep)
+        self.seed_storages = {
+            name: SeedStorage(self.places[name], kinds, formations.modules, hosts=hosts, make=make) for name, kinds in seed_kinds.items()
+        }  # in the order in which the slots run, those that open behind kept seeds included
+        self._snapshots = RowSnapshots(self.tensors, self.growth.governor.keep)
         self._pending = PendingCopies()
         self.samples = self._samples(tensors.validation, self.config.validation_samples)
         self.rows: list[Host] = [self._new_host(row, HostConfig()) for row in range(hosts)]
@@ -158,22 +171,39 @@ class Fleet:
 
     def _least_memory(self, template: nn.Module, seed_kinds: SeedKinds, make: MakeRowOptimizer, tensors: TaskTensors) -> Memory:
         """Return the memory of a host, with `seeds` at 0: the activations of seeds do not count."""
-        copies = 2 + self.growth.governor.keep  # the storage, the compact copy that trains, and the snapshots
+        state = self._copies * state_bytes(template, seed_kinds, make, scales=self._has_scales)
+        return Memory(state, self._step_bytes(template, tensors), seeds=0)
+
+    @property
+    def _copies(self) -> int:
+        """Number of copies of a host's state: the storage, the compact copy that trains, and the snapshots."""
+        return 2 + self.growth.governor.keep
+
+    def _step_bytes(self, template: nn.Module, tensors: TaskTensors, *, wider: tuple[Formations, WidthKind] | None = None) -> int:
+        """Return the bytes of a training step of one host, with a width seed where one is given."""
         chosen = torch.arange(self._part_size, device=self.device) % len(tensors)
-        inputs, targets = tensors.inputs[chosen], tensors.targets[chosen]
-        step = step_bytes(template, inputs, targets, self._precision, slots=self.places, recomputes=self.config.checkpoint)
-        if self._repeat.records(self.steps_per_decision):
-            step *= 2  # the memory of the first step, which runs before the recording, is not reused by the recording
-        return Memory(copies * state_bytes(template, seed_kinds, make, scales=self._has_scales), step, seeds=0)
+        inputs, targets, recomputes = tensors.inputs[chosen], tensors.targets[chosen], self.config.checkpoint
+        step = step_bytes(template, inputs, targets, self._precision, slots=self.places, recomputes=recomputes, wider=wider)
+        # The memory of the first step, which runs before the recording, is not reused by the recording.
+        return 2 * step if self._repeat.records(self.steps_per_decision) else step
 
     def memory_per_host(self) -> Memory:
         """Return the bytes that a host takes, with the largest seed in every slot."""
         with self._on_device():
-            largest = [
-                max(seed_bytes(seed_kind, self._part_size, self._precision) for seed_kind in storage.seed_kinds.values())
-                for storage in self.seed_storages.values()
-            ]
+            largest = [max(self._seed_bytes(storage)) for storage in self.seed_storages.values()]
         return Memory(self._memory.state, self._memory.step, sum(largest))
+
+    def _seed_bytes(self, storage: SeedStorage) -> Iterator[int]:
+        """Yield the bytes that a seed in one slot adds: of every kind in depth, and of the widest width seed."""
+        wide = [kind for kind in storage.seed_kinds.values() if isinstance(kind, WidthKind)]
+        if wide:
+            widest = max(wide, key=lambda kind: kind.layout.width)
+            template = self.make_host(0).to(self.device, self.dtype)
+            step = self._step_bytes(template, self.data.tensors, wider=(self.host.formations, widest))
+            yield step - self._memory.step + self._copies * width_bytes(widest, storage.seed_kinds, storage.make)
+        for kind in storage.seed_kinds.values():
+            if isinstance(kind, SeedKind):
+                yield seed_bytes(kind, self._part_size, self._precision)
 
     # Resetting
 
@@ -198,12 +228,25 @@ class Fleet:
 
     def _new_host(self, row: int, setting: HostConfig) -> Host:
         """Make the Python object of a new host. Its tensors are not touched."""
-        backends = {name: RowBackend(self.places[name], storage, row) for name, storage in self.seed_storages.items()}
+        backends: dict[str, RowBackend] = {}
+        for storage in self.seed_storages.values():
+            if not storage.place.earlier:
+                RowBackend(storage.place, self._open_slot, row, backends)
         growth = msgspec.structs.replace(self.growth, rent=setting.rent, seed=setting.growth_seed)
         scale = LossRange.of(self.task.uninformed_loss, loss_range=growth.loss_range)
         host_growth = HostGrowth(backends, growth, host=self.discovery.host, load=self.discovery.load, epochs=setting.horizon, scale=scale)
         recovery = RowRecovery(row, host_growth.lifecycles, host_growth.governor, self._pending, self.growth.governor.keep)
         return Host(setting, host_growth, recovery)
+
+    def _open_slot(self, place: Place) -> SeedStorage:
+        """Return the storage of the slot at a place. Make it if it is the first slot of any host that opens there behind a kept seed."""
+        if place.name not in self.seed_storages:
+            first = self.seed_storages[place.module]
+            opened = SeedStorage(place, first.seed_kinds, first.modules, hosts=self.hosts, make=first.make)
+            order = list(self.places)
+            storages = sorted([*self.seed_storages.values(), opened], key=lambda one: (order.index(one.place.module), one.place.earlier))
+            self.seed_storages = {storage.place.name: storage for storage in storages}
+        return self.seed_storages[place.name]
 
     # Deciding
 
@@ -222,12 +265,11 @@ class Fleet:
         training up to the next decision.
         """
         self._check_rows(decisions)
-        for decision in decisions.values():
+        for row, decision in decisions.items():
+            slots = self.rows[row].host_growth.lifecycles.backends
             for action in decision.actions:
-                if action.slot not in self.seed_storages:
-                    raise FleetError(
-                        f"no slot named {action.slot!r} where something could grow; these hosts have {', '.join(self.seed_storages)}"
-                    )
+                if action.slot not in slots:
+                    raise FleetError(f"no slot named {action.slot!r} where something could grow; these hosts have {', '.join(slots)}")
         for row, decision in decisions.items():
             self.rows[row].decide(decision, by=by)
         self._emit_events(decisions)
@@ -325,7 +367,8 @@ class Fleet:
         stacked_seeds = stacked_seeds_of(self.seed_storages, self._lifecycles(rows), only_kept=only_kept)
         with torch.no_grad():
             tensors = {name: tensor.detach() for name, tensor in self.host.rows.tensors(upload(rows, self.device)).items()}
-        return StackedModel(self.host.stacked, tensors, stacked_seeds, self._precision)
+        arrangement = Arrangement.of(self.host.formations, stacked_seeds, len(rows))
+        return StackedModel(self.host.stacked, tensors, stacked_seeds, self._precision, arrangement=arrangement)
 
     def _lifecycles(self, rows: Sequence[int]) -> AllLifecycles:
         return [(row, self.rows[row].host_growth.lifecycles) for row in rows]
@@ -405,7 +448,15 @@ class Fleet:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of a fleet of the same architecture, size and configuration. Raise FleetError, and change nothing, for another."""
-        check_state(state, self.tensors(), hosts=self.hosts, keep=self.growth.governor.keep)
+        before = self.seed_storages
+        try:
+            shapes = self._shapes_for(state["tensors"])
+            check_state(state, shapes, hosts=self.hosts, keep=self.growth.governor.keep)
+        except FleetError:
+            self.seed_storages = before
+            raise
+        for slot, storage in self.seed_storages.items():
+            storage.make_room(*(shapes.get(f"{slot} {name}", [0])[-1] for name in ("weights", "buffers")))
         for row, saved in enumerate(state["rows"]):
             setting = msgspec.convert(saved["setting"], HostConfig)
             self.data.reset(row, setting)
@@ -413,10 +464,24 @@ class Fleet:
             self.rows[row].load_state_dict(saved)
         with torch.no_grad():
             for name, tensor in self.tensors().items():
-                tensor.copy_(state["tensors"][name])
+                saved_tensor = state["tensors"].get(name)
+                tensor.copy_(fitted(None if saved_tensor is None else saved_tensor.to(tensor), tensor))
         self._snapshots.load_state_dict(state["snapshots"])
         self.data.load_state_dict(state["data"])
         self.samples_trained = state["samples_trained"]
+
+    def _shapes_for(self, saved: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        """Open the slots of a saved state that are behind kept seeds, drop others of that kind, and return the shapes that then fit."""
+        slots = {name.removesuffix(" weights") for name in saved if name.endswith(" weights")}
+        for slot in sorted(slots - self.seed_storages.keys()):
+            module, _, number = slot.rpartition("#")
+            if module in self.seed_storages:
+                self._open_slot(replace(self.places[module], name=slot, earlier=int(number) - 1))
+        self.seed_storages = {slot: one for slot, one in self.seed_storages.items() if slot in slots or not one.place.earlier}
+        shapes = {f"host {name}": list(tensor.shape) for name, tensor in self.host.tensors.items()}
+        for slot, storage in self.seed_storages.items():
+            shapes |= {f"{slot} {name}": shape for name, shape in storage.shapes_for(slot, saved).items()}
+        return shapes
 
 
 def _optimizer(config: FleetConfig) -> MakeRowOptimizer:

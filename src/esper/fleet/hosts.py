@@ -12,13 +12,14 @@ Shapes: N = hosts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from esper.fleet.config import HostConfig
 from esper.fleet.device import upload
@@ -32,23 +33,35 @@ from esper.growth.lifecycle.slots import SlotLifecycles
 from esper.growth.lifecycle.stages import Contribution, Decision, Stage
 from esper.growth.measure.contribution import Losses, gain_of
 from esper.growth.measure.probe import Promises
+from esper.growth.seeds.seed import WidePlan
+from esper.growth.seeds.width import IN_SHADOW, kept_units, next_order, plan_in, why_not_removed
 
 
 class SlotRows(Protocol):
     """The part of a `SeedStorage` that is used here. Its module imports this one."""
 
-    def plant(self, row: int, plan: SeedPlan) -> None: ...
+    def plant(self, row: int, plan: SeedPlan, wide: tuple[WidePlan, ...]) -> None: ...
+
+
+OpenSlot = Callable[[Place], SlotRows]  # returns the storage of the slot at a place, which it makes if there is none
 
 
 class RowBackend(SlotBackend):
-    """One slot of one host of a fleet. The tensors of its seed are row `row` of `storage`; the rest of its state is kept here."""
+    """One slot of one host of a fleet. The tensors of its seed are row `row` of a storage; the rest of its state is kept here.
 
-    def __init__(self, place: Place, storage: SlotRows, row: int) -> None:
+    `beside` are all slots of the host, which the new one joins: the units that a width seed finds depend on the width seeds that are kept.
+    `open_slot` returns the storage of a slot.
+    """
+
+    def __init__(self, place: Place, open_slot: OpenSlot, row: int, beside: dict[str, RowBackend]) -> None:
         super().__init__(place)
-        self.row = row
+        self.row, self._beside, self._open_slot = row, beside, open_slot
+        beside[place.name] = self
+        self.wide: tuple[WidePlan, ...] = ()  # parts of a width seed; none in a seed of another kind
+        self.order = 0  # of a width seed: its units come behind those of the seeds with a smaller number
         self.norms: list[float] = []  # gradient norms of the seed since the last decision; the fleet writes them
         self.skipped = 0  # steps among these that the seed did not take only because its host did not
-        self._storage = storage
+        self._storage = open_slot(place)
         self._has_seed = False
         self._is_connected = False
         self._alpha = 0.0
@@ -66,19 +79,52 @@ class RowBackend(SlotBackend):
         self._alpha = value
 
     def plant(self, plan: SeedPlan) -> None:
-        self._storage.plant(self.row, plan)
+        wide = self.plan(plan.blueprint)
+        self._storage.plant(self.row, plan, wide)
+        self.wide, self.order = wide, 0
+        if wide:
+            self.order = self._next_order() + (0 if plan.is_connected else IN_SHADOW)
         self._has_seed, self._is_connected, self._alpha = True, plan.is_connected, plan.alpha
         self.norms, self.skipped = [], 0
 
     def uproot(self) -> None:
         self._has_seed, self._is_connected, self._alpha = False, False, 0.0
+        self.wide, self.order = (), 0
         self.norms, self.skipped = [], 0
 
     def connect(self) -> None:
         self._is_connected = True
+        if self.order >= IN_SHADOW:
+            self.order = self._next_order()
 
     def keep(self) -> None:
         pass  # only the stage of a seed changes when it is kept
+
+    def _next_order(self) -> int:
+        return next_order(backend.order for backend in self._beside.values())
+
+    def _kept_units(self) -> dict[str, tuple[int, int]]:
+        """Return the inputs and outputs that kept width seeds have added to modules of the host."""
+        connected = [backend for backend in self._beside.values() if backend.wide and backend.is_connected]
+        connected.sort(key=lambda backend: backend.order)
+        return kept_units((backend.wide, backend.life.stage is Stage.FOSSILIZED) for backend in connected)
+
+    def place_now(self) -> Place:
+        kept = self._kept_units()
+        return replace(self.place, chain=tuple(units.beside(kept) for units in self.place.chain)) if kept else self.place
+
+    def plan(self, blueprint: str) -> tuple[WidePlan, ...]:
+        """Return the parts that a width seed of a blueprint would have here now; () for a seed of another kind."""
+        return plan_in(self.place_now(), blueprint, self._kept_units())
+
+    def open_again(self) -> RowBackend:
+        return RowBackend(self.place.again(), self._open_slot, self.row, self._beside)
+
+    def close(self) -> None:
+        del self._beside[self.place.name]
+
+    def why_not_removed(self) -> str:
+        return why_not_removed(self.place.name, {name: (backend.order, backend.wide) for name, backend in self._beside.items()})
 
     def gradients(self) -> GradientStats | None:
         """Return the gradient statistics since the last call and forget them; None without a seed."""
@@ -95,35 +141,40 @@ class RowBackend(SlotBackend):
             "alpha": self._alpha,
             "norms": list(self.norms),
             "skipped": self.skipped,
+            "wide": msgspec.to_builtins(self.wide),
+            "order": self.order,
         }
 
     def load_seed_state(self, state: dict[str, Any], life: Life) -> None:
         self._has_seed, self._is_connected, self._alpha = state["has_seed"], state["is_connected"], state["alpha"]
         self.norms = list(state["norms"])
-        self.skipped = state.get("skipped", 0)  # older files do not have it
+        self.skipped = state.get("skipped", 0)  # older files do not have this, nor what follows
+        self.wide, self.order = msgspec.convert(state.get("wide", ()), tuple[WidePlan, ...]), state.get("order", 0)
 
 
 class RowSnapshots:
-    """`keep` copies of the tensors of `live`, [N, ...] each, allocated when first needed."""
+    """`keep` copies of the tensors that `live()` returns, [N, ...] each, allocated when first needed.
 
-    def __init__(self, live: Mapping[str, Tensor], keep: int) -> None:
+    The tensors may have become wider since a copy was made. A row then fits into the first columns.
+    """
+
+    def __init__(self, live: Callable[[], Mapping[str, Tensor]], keep: int) -> None:
         self.live, self.keep = live, keep
         self._copies: list[dict[str, Tensor] | None] = [None] * keep
 
     def take(self, places: Mapping[int, int]) -> None:
         """Copy rows into snapshots: `places` maps a row to the number of the copy."""
         for number, rows in _by_copy(places):
-            copy = self._copies[number]
-            if copy is None:
-                copy = self._copies[number] = {name: torch.zeros_like(tensor) for name, tensor in self.live.items()}
-            self._move(self.live, copy, rows)
+            live, copy = self.live(), self._copies[number] or {}
+            self._copies[number] = {name: fitted(copy.get(name), tensor) for name, tensor in live.items()}
+            self._move(live, self._copies[number] or {}, rows)
 
     def restore(self, places: Mapping[int, int]) -> None:
         """Copy rows back from snapshots: `places` maps a row to the number of the copy."""
         for number, rows in _by_copy(places):
-            copy = self._copies[number]
+            live, copy = self.live(), self._copies[number]
             assert copy is not None
-            self._move(copy, self.live, rows)
+            self._move({name: fitted(copy.get(name), tensor) for name, tensor in live.items()}, live, rows)
 
     @staticmethod
     @torch.no_grad()
@@ -138,7 +189,15 @@ class RowSnapshots:
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         self._copies = [None] * self.keep
         for number, copy in state.items():
-            self._copies[int(number)] = {name: copy[name].to(tensor).clone() for name, tensor in self.live.items()}
+            own = {name: tensor.to(live) for name, live in self.live().items() if (tensor := copy.get(name)) is not None}
+            self._copies[int(number)] = {name: fitted(own.get(name), live).clone() for name, live in self.live().items()}
+
+
+def fitted(tensor: Tensor | None, like: Tensor) -> Tensor:
+    """Return the tensor [N, ...] with columns of zeros up to the width of another one; zeros if there is none."""
+    if tensor is None:
+        return torch.zeros_like(like)
+    return tensor if tensor.shape == like.shape else F.pad(tensor, (0, like.shape[1] - tensor.shape[1]))
 
 
 def _by_copy(places: Mapping[int, int]) -> Iterable[tuple[int, list[int]]]:

@@ -2,7 +2,7 @@
 
 A contribution takes one pass with all seeds connected, and one pass for each slot without its seed. The probe estimates the gain of each
 candidate (a blueprint in a slot); `esper.growth.measure.probe` explains the estimate. All hosts that ask about one candidate are probed
-together.
+together. Width candidates are probed in a pass of their own, so that the training stays the same to the last bit.
 
 Shapes: A = hosts that are measured, R = those of them with a seed on trial in one slot, or that are probed for one candidate,
 V = validation batches, L = weights of a candidate's zeroed layer, B = samples of a batch, M = all samples of a split.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,13 +20,17 @@ from torch import Tensor
 
 from esper.fleet.device import upload
 from esper.fleet.hosts import RowBackend
-from esper.fleet.seed_groups import SeedKind, SeedStorage, SeedStorages, StackedSeed, of_hosts
-from esper.fleet.stacked_model import StackedModel
+from esper.fleet.seed_groups import AnyKind, SeedKind, SeedStorage, SeedStorages, SomeSeeds, StackedSeed, of_hosts, own_units
+from esper.fleet.stacked_model import Arrangement, StackedModel
+from esper.fleet.width import ROW, WidthKind
+from esper.gradients import NoLossScales
 from esper.growth.host.layout import CPU
 from esper.growth.lifecycle.host_growth import HostGrowth
 from esper.growth.lifecycle.slots import SlotLifecycles
-from esper.growth.measure.probe import STEPS_ALONG, Key, Promises, clip_scale, flops_of_asking, portions, signal_scale
+from esper.growth.lifecycle.stages import Cost
+from esper.growth.measure.probe import STEPS_ALONG, Key, Promises, clip_scale, evaluated, flops_of_asking, portions, signal_scale
 from esper.growth.seeds.blueprints import build_branch, cost_of, get_blueprint
+from esper.growth.seeds.width import CANDIDATE
 
 
 @dataclass(frozen=True)
@@ -100,23 +104,24 @@ def part_of(stacked_model: StackedModel, hosts: Sequence[int], *, without: str |
     index = upload(hosts, device)
     tensors = {name: tensor.index_select(0, index) for name, tensor in stacked_model.tensors.items()}
     places = {host: place for place, host in enumerate(hosts)}
+    parts = ((_part_of_seeds(stacked, places), stacked.slot == without) for stacked in stacked_model.stacked_seeds)
+    # A width seed is switched off by its alpha, as in a single model: other seeds still read its units.
     stacked_seeds = [
-        part for stacked in stacked_model.stacked_seeds if stacked.slot != without and (part := _part_of_seeds(stacked, places)) is not None
+        replace(part, alpha=torch.zeros_like(part.alpha)) if is_off else part
+        for part, is_off in parts
+        if part is not None and not (is_off and not part.seed_kind.plan)
     ]
-    return StackedModel(stacked_model.host, tensors, stacked_seeds, stacked_model.precision)
+    arrangement = stacked_model.arrangement and Arrangement.of(stacked_model.arrangement.formations, stacked_seeds, len(hosts))
+    return StackedModel(stacked_model.host, tensors, stacked_seeds, stacked_model.precision, arrangement=arrangement)
 
 
 def _part_of_seeds(stacked: StackedSeed, places: Mapping[int, int]) -> StackedSeed | None:
     """Return the seeds whose hosts are in `places` (old position -> new position); None where there are none."""
-    owners = range(len(stacked.alpha)) if stacked.index is None else stacked.owners
-    staying = [(number, places[owner]) for number, owner in enumerate(owners) if owner in places]
+    staying = [number for number, owner in enumerate(stacked.owners) if owner in places]
     if not staying:
         return None
-    chosen = upload([number for number, _ in staying], stacked.alpha.device)
-    weights = {name: tensor.index_select(0, chosen) for name, tensor in stacked.weights.items()}
-    remaining = [place for _, place in staying]
-    index = upload(remaining, stacked.alpha.device)
-    return StackedSeed(stacked.slot, stacked.seed_kind, weights, stacked.alpha.index_select(0, chosen), index, remaining)
+    remaining = [places[stacked.owners[number]] for number in staying]
+    return stacked.part(SomeSeeds.of(staying, len(stacked.owners), remaining, len(places), stacked.alpha.device))
 
 
 @torch.inference_mode()
@@ -139,31 +144,44 @@ def probes_of(seed_storages: SeedStorages, asking: Mapping[int, HostGrowth[RowBa
     """
     # Hosts whose portions fall into the same steps share a probe.
     groups: dict[range, dict[int, tuple[Key, ...]]] = defaultdict(dict)
+    changing: dict[range, set[int]] = defaultdict(set)
     for position, host_growth in asking.items():
         length = host_growth.history.length
-        costs = {key: cost_of(get_blueprint(key[1]), seed_storages[key[0]].place) for key in _candidates(host_growth.lifecycles)}
-        plan = portions(costs, host_growth.lifecycles.host, probe_steps=host_growth.config.probe_steps, length=length)
+        lifecycles = host_growth.lifecycles
+        costs = evaluated({key: _cost(lifecycles, *key) for key in _candidates(lifecycles)}, lifecycles.host)
+        plan = portions(costs, lifecycles.host, probe_steps=host_growth.config.probe_steps, length=length)
         first = 0 if length is None else max(steps - sum(portion.steps for portion in plan), 0)
-        for portion in plan:
+        for number, portion in enumerate(plan):
             if window := range(first, min(first + portion.steps, steps)):
                 groups[window][position] = portion.candidates
+                following = plan[number + 1].candidates if number + 1 < len(plan) else ()
+                has_wide = any(get_blueprint(blueprint).share is not None for _, blueprint in (*portion.candidates, *following))
+                if has_wide and len(window) == portion.steps:
+                    changing[window].add(position)
             first += portion.steps
     all_lifecycles = {position: host_growth.lifecycles for position, host_growth in asking.items()}
-    return [RowProbe(seed_storages, all_lifecycles, asked, window=window) for window, asked in groups.items()]
+    return [RowProbe(seed_storages, all_lifecycles, asked, changing[window], window=window) for window, asked in groups.items()]
 
 
 def _candidates(lifecycles: SlotLifecycles[RowBackend]) -> Iterator[Key]:
     """Yield slot and blueprint of every candidate that may germinate now."""
-    for slot in lifecycles.backends:
+    for slot in lifecycles.options:  # in the order in which a model alone asks
         for candidate in lifecycles.view(slot, {}).candidates:
             yield slot, candidate.blueprint
+
+
+def _cost(lifecycles: SlotLifecycles[RowBackend], slot: str, blueprint: str) -> Cost:
+    """Return the cost of a candidate, without a gate: that does not take part in a probe."""
+    return cost_of(get_blueprint(blueprint), lifecycles.backends[slot].place_now())
 
 
 class RowProbe:
     """A probe of some candidates of some hosts, in the steps of its `window`.
 
-    In every step call `catch` in the forward pass, then `ask` with the gradients of the tensors in `caught`. Call `close` after the last
-    step. `asked` maps the position of a host to its candidates. Their branches are built at the first step.
+    In every step call `catch` in the forward pass, then `ask` with the gradients of the tensors in `caught`. Where there are `wide_hosts`,
+    run a second pass of these hosts with `wide_candidates()`, and call `ask_width` with the gradients of the candidates' weights. Call
+    `close` after the last step. `asked` maps the position of a host to its candidates. Their weights are drawn at the first step.
+    `changing` are the hosts that would have other width candidates in their layers after the last step than in it, if they were alone.
     """
 
     def __init__(
@@ -171,53 +189,91 @@ class RowProbe:
         seed_storages: SeedStorages,
         all_lifecycles: Mapping[int, SlotLifecycles[RowBackend]],
         asked: Mapping[int, Sequence[Key]],
+        changing: Collection[int],
         *,
         window: range,
     ) -> None:
-        self.window = window
+        self.window, self.changing = window, changing
         self.flops: dict[int, int] = defaultdict(int)  # position -> FLOPs per sample of a step in the window
         self._seed_storages, self._lifecycles = seed_storages, all_lifecycles
-        self._positions: dict[Key, list[int]] = defaultdict(list)
+        # Hosts that ask for a candidate, by position. Beside other kept seeds, a width candidate is of another kind.
+        self._positions: dict[tuple[Key, AnyKind], list[int]] = defaultdict(list)
         for position, keys in asked.items():
+            lifecycles = all_lifecycles[position]
             for slot, blueprint in keys:
-                self._positions[slot, blueprint].append(position)
-                self.flops[position] += flops_of_asking(cost_of(get_blueprint(blueprint), seed_storages[slot].place).flops)
-        self._slots = {slot for slot, _ in self._positions}
+                kind = seed_storages[slot].kind(blueprint, lifecycles.backends[slot].plan(blueprint))
+                self._positions[(slot, blueprint), kind].append(position)
+                self.flops[position] += flops_of_asking(_cost(lifecycles, slot, blueprint).flops)
+        self._hosts: dict[str, set[int]] = defaultdict(set)  # slot -> hosts whose activations are caught
+        self.wide_hosts: list[int] = []  # hosts with width candidates
+        for ((slot, _), kind), positions in self._positions.items():
+            if kind.plan:
+                self.wide_hosts = sorted({*self.wide_hosts, *positions})
+            else:
+                self._hosts[slot].update(positions)
         self._trials: list[_Trial] = []
         self._found: Tensor | None = None  # the estimates, after `close`
-        self._caught: dict[str, Tensor] = {}
+        self._caught: dict[str, list[tuple[Sequence[int] | None, Tensor]]] = defaultdict(list)  # slot -> hosts (None: all) and activations
 
-    def catch(self, slot: str, h: Tensor) -> Tensor:
-        """Keep the activations h [B, A, ...] of a probed slot. Return the activations that the host continues with.
+    def _begin(self) -> None:
+        """Build the trials of all candidates at the first step."""
+        if self._trials:
+            return
+        for number, (((slot, _), kind), positions) in enumerate(self._positions.items()):
+            storage, lifecycles = self._seed_storages[slot], [self._lifecycles[position] for position in positions]
+            if isinstance(kind, SeedKind):
+                self._trials.append(_BranchTrial(slot, kind, storage, positions, lifecycles))
+            else:
+                places = [self.wide_hosts.index(position) for position in positions]
+                self._trials.append(_WideTrial(slot, kind, storage, positions, lifecycles, places, order=CANDIDATE + number))
+
+    def wide_candidates(self) -> list[StackedSeed]:
+        """Return the width candidates, as seeds of `wide_hosts`. These read the new units by weights that are zero."""
+        self._begin()
+        return [trial.stacked for trial in self._trials if isinstance(trial, _WideTrial)]
+
+    def catch(self, slot: str, h: Tensor, hosts: Sequence[int] | None) -> Tensor:
+        """Keep the activations h [B, hosts, ...] of a probed slot. Return the activations that the host continues with.
 
         They are a copy, because the next layer may work in place.
         """
-        if slot not in self._slots:
+        if slot not in self._hosts or (hosts is not None and self._hosts[slot].isdisjoint(hosts)):
             return h
         if not h.requires_grad:  # everything before the slot is frozen, but its gradient is needed here
             h = h.detach().requires_grad_()
-        self._caught[slot] = h
+        self._caught[slot].append((hosts, h))
         return h.clone()
 
     @property
     def caught(self) -> list[Tensor]:
         """The caught activations. `ask` needs the gradient of the loss by each of them."""
-        return list(self._caught.values())
+        return [h for pieces in self._caught.values() for _, h in pieces]
 
-    def ask(self, gradients: Sequence[Tensor]) -> None:
-        """Add this step to the estimate of every candidate. `gradients` are those of `caught`, in order."""
-        if not self._trials:
-            self._trials = [
-                _Trial(slot, self._seed_storages[slot], blueprint, positions, [self._lifecycles[position] for position in positions])
-                for (slot, blueprint), positions in self._positions.items()
-            ]
-        by_slot = dict(zip(self._caught, gradients, strict=True))
+    def ask(self, gradients: Sequence[Tensor], scales: NoLossScales) -> None:
+        """Add this step to the estimate of every candidate in depth. `gradients` are those of `caught`, in order, times the loss scales."""
+        self._begin()
+        remaining = iter(gradients)
+        activations: dict[str, tuple[tuple[int, ...] | None, Tensor, Tensor]] = {}
+        for slot, pieces in self._caught.items():
+            place = self._seed_storages[slot].place
+            h = [own_units(place, piece.detach()) for _, piece in pieces]
+            g = [own_units(place, next(remaining)) for _ in pieces]
+            hosts = None if pieces[0][0] is None else tuple(host for some, _ in pieces for host in some or ())
+            activations[slot] = (hosts, h[0], g[0]) if len(h) == 1 else (hosts, torch.cat(h, dim=1), torch.cat(g, dim=1))
         for trial in self._trials:
-            trial.add_step(self._caught[trial.slot].detach(), by_slot[trial.slot])
+            if isinstance(trial, _BranchTrial):
+                trial.add_step(*activations[trial.slot], scales)
         self._caught.clear()
 
+    def ask_width(self, gradients: Sequence[Tensor], scales: NoLossScales) -> None:
+        """Add this step to the estimate of every width candidate. `gradients` are those of their weights, times the loss scales."""
+        remaining = iter(gradients)
+        for trial in self._trials:
+            if isinstance(trial, _WideTrial):
+                trial.add_step(next(remaining), scales)
+
     def close(self) -> None:
-        """Compute the estimates of all candidates and free their branches."""
+        """Compute the estimates of all candidates and free their weights."""
         self._found = torch.cat([trial.promises() for trial in self._trials])
         self._trials = []
 
@@ -229,7 +285,7 @@ class RowProbe:
     def by_position(self, promises: Sequence[float]) -> dict[int, Promises]:
         """Return the estimates, as read from the device, by host. A candidate with fewer than two usable steps has none."""
         found: dict[int, Promises] = {position: {} for position in self.flops}
-        keys = [(position, key) for key, positions in self._positions.items() for position in positions]
+        keys = [(position, key) for (key, _), positions in self._positions.items() for position in positions]
         for (position, key), promise in zip(keys, promises, strict=True):
             if not math.isnan(promise):
                 found[position][key] = promise
@@ -237,32 +293,25 @@ class RowProbe:
 
 
 class _Trial:
-    """One candidate for all hosts that ask about it. Each host has a branch of its own, drawn from its random seed.
+    """One candidate for all hosts that ask about it. Each host has weights of its own, drawn from its random seed.
 
-    Only the weights of the branch's zeroed last layer (`_live`, L numbers per host) have a gradient.
+    Only the zeroed weights of a candidate (L numbers per host) have a gradient.
     """
 
     def __init__(
-        self, slot: str, storage: SeedStorage, blueprint: str, positions: list[int], lifecycles: Sequence[SlotLifecycles[RowBackend]]
+        self, slot: str, storage: SeedStorage, positions: list[int], lifecycles: Sequence[SlotLifecycles[RowBackend]], live: int
     ) -> None:
-        self.slot, self.seed_kind, self.positions = slot, storage.seed_kinds[blueprint], positions
+        self.slot, self.positions = slot, positions
         # All hosts have the same limit, and the same task, so the same unit of the loss.
         self._storage, self._max_norm, self._unit = storage, lifecycles[0].config.seed_optimizer.max_grad_norm, lifecycles[0].unit
-        self._index = upload(positions, storage.place.device)
-        self._weights = _draw_weights(self.seed_kind, [one.config.seed for one in lifecycles])
-        self._live = {name: self._weights[name].requires_grad_() for name in self.seed_kind.live}  # [R, ...]
-        first = next(iter(self._live.values()))
+        self._rows = upload(positions, storage.place.device)
         # Sum of the gradients [R, L], sum of their squared norms [R], and number of steps [R] over the steps with a finite gradient.
-        self._sums = first.new_zeros(len(positions), sum(weight[0].numel() for weight in self._live.values()))
-        self._squares = torch.zeros(len(positions), dtype=torch.float64, device=first.device)
+        self._sums = torch.zeros(len(positions), live, dtype=storage.place.dtype, device=storage.place.device)
+        self._squares = torch.zeros(len(positions), dtype=torch.float64, device=storage.place.device)
         self._steps = torch.zeros_like(self._squares)
 
-    def add_step(self, h: Tensor, g: Tensor) -> None:
-        """Add one step, given the activations h [B, A, ...] of the slot and the gradient g of the loss by them."""
-        own, own_gradient = (of_hosts(tensor, self._index).to(self._sums.dtype) for tensor in (h, g))
-        output = self.seed_kind.branch(self._weights, own)
-        parts = torch.autograd.grad(output, list(self._live.values()), own_gradient)
-        gradient = torch.cat([part.reshape(len(part), -1) for part in parts], dim=1)  # [R, L]
+    def _add(self, gradient: Tensor) -> None:
+        """Add the gradient [R, L] of one step."""
         square = gradient.double().square().sum(1)
         counts = square.isfinite()
         self._sums += torch.where(counts.unsqueeze(1), gradient, 0)
@@ -277,6 +326,72 @@ class _Trial:
         clip = clip_scale(self._squares, self._steps, self._max_norm, unit=self._unit)
         moved = self._storage.make(expected[:, :0]).moves(expected * clip.to(expected.dtype).unsqueeze(1), STEPS_ALONG)
         return (moved.double() * expected.double()).sum(1)
+
+
+class _BranchTrial(_Trial):
+    """A candidate in depth: its gradient follows from the activations at the slot."""
+
+    def __init__(
+        self,
+        slot: str,
+        seed_kind: SeedKind,
+        storage: SeedStorage,
+        positions: list[int],
+        lifecycles: Sequence[SlotLifecycles[RowBackend]],
+    ) -> None:
+        self._seed_kind = seed_kind
+        self._weights = _draw_weights(seed_kind, [one.config.seed for one in lifecycles])
+        self._live = {name: self._weights[name].requires_grad_() for name in seed_kind.live}  # [R, ...]
+        super().__init__(slot, storage, positions, lifecycles, sum(weight[0].numel() for weight in self._live.values()))
+        self._indices: dict[tuple[int, ...] | None, Tensor] = {None: self._rows}  # hosts of the activations -> places of its own among them
+
+    def add_step(self, hosts: tuple[int, ...] | None, h: Tensor, g: Tensor, scales: NoLossScales) -> None:
+        """Add one step, given activations h [B, hosts, ...] of these hosts (None: all) and the scaled gradient g of the loss by them."""
+        if hosts is not None and hosts not in self._indices:  # only in the first step with these hosts, which is not recorded
+            self._indices[hosts] = upload([hosts.index(position) for position in self.positions], self._rows.device)
+        own, own_gradient = (of_hosts(tensor, self._indices[hosts]) for tensor in (h, g))
+        output = self._seed_kind.branch(self._weights, own.to(self._sums.dtype))
+        own_gradient = scales.unscaled(own_gradient, self._rows).to(self._sums.dtype)
+        parts = torch.autograd.grad(output, list(self._live.values()), own_gradient)
+        self._add(torch.cat([part.reshape(len(part), -1) for part in parts], dim=1))
+
+
+class _WideTrial(_Trial):
+    """A width candidate: it takes part in a second pass of its hosts as a seed that changes nothing, and gets its gradient there.
+
+    `places` are those of its hosts in that pass.
+    """
+
+    def __init__(
+        self,
+        slot: str,
+        kind: WidthKind,
+        storage: SeedStorage,
+        positions: list[int],
+        lifecycles: Sequence[SlotLifecycles[RowBackend]],
+        places: list[int],
+        *,
+        order: int,
+    ) -> None:
+        super().__init__(slot, storage, positions, lifecycles, len(kind.back))
+        self._live = kind.back
+        drawn = {one.config.seed: kind.build(random_seed=one.config.seed) for one in lifecycles}
+        seeds, device = [drawn[one.config.seed] for one in lifecycles], storage.place.device
+        with torch.no_grad():
+            rows = torch.cat(
+                [kind.layout.flatten({name: weight.unsqueeze(0) for name, weight in seed.named_parameters()}) for seed in seeds]
+            )
+            found = [dict(seed.named_buffers()) for seed in seeds]
+            buffers = {name: upload(torch.stack([own[name] for own in found]), device) for name in kind.buffers.shapes}
+        weights = {ROW: upload(rows, device).requires_grad_()}
+        alpha, orders = torch.ones(len(positions), dtype=rows.dtype, device=device), [order] * len(positions)
+        self.stacked = StackedSeed(storage.place, kind, weights, alpha, upload(places, device), places, orders, buffers)
+
+    def add_step(self, gradient: Tensor, scales: NoLossScales) -> None:
+        """Add one step, given the scaled gradient [R, ...] of all weights of the candidate."""
+        live = gradient.index_select(1, self._live)
+        scales.divide_(live, self._rows)
+        self._add(live)
 
 
 @torch.no_grad()

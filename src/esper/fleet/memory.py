@@ -6,7 +6,7 @@ Shapes: B = samples of a training batch.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from esper.fleet.config import FleetError
-from esper.fleet.seed_groups import MakeRowOptimizer, SeedKind, SeedKinds
+from esper.fleet.seed_groups import AnyKind, MakeRowOptimizer, SeedKind, SeedKinds, StackedSeed, least_width
 from esper.fleet.stacked.lowering import Compute, Recompute, lower
 from esper.fleet.stacked.rows import ModuleRows
-from esper.fleet.stacked_model import StackedModel
+from esper.fleet.stacked_model import Arrangement, StackedModel
+from esper.fleet.width import Formations, WidthKind
 from esper.gradients import LossScales
 
 
@@ -27,9 +28,9 @@ from esper.gradients import LossScales
 class Memory:
     """Bytes of one host. `state` is computed; `step` and `seeds` are estimated from the tensors that autograd keeps for a backward pass."""
 
-    state: int  # weights, buffers and moments with a seed in every slot, in all copies: stored, training, and in every snapshot
+    state: int  # weights, buffers and moments with a seed in depth in every slot, in all copies: stored, training, and in every snapshot
     step: int  # a training step of the host alone
-    seeds: int  # added to the step by the largest seed in every slot
+    seeds: int  # added by the largest seed in every slot to the step, and to the state if it is a width seed
 
     @property
     def least(self) -> int:
@@ -61,33 +62,62 @@ def in_words(count: int) -> str:
 
 
 def state_bytes(template: nn.Module, seed_kinds: SeedKinds, make: MakeRowOptimizer, *, scales: bool = False) -> int:
-    """Return the bytes of one copy of a host's state, with room for the largest seed in every slot."""
+    """Return the bytes of one copy of a host's state, with room for the largest seed in depth in every slot."""
     # The tensors are on the meta device: they have sizes but no memory.
     rows = ModuleRows(template, 1, device="meta")
-    widest = [max((kind.layout for kind in kinds.values()), key=lambda layout: layout.width) for kinds in seed_kinds.values()]
-    learning = [rows.parameters.flat, *(torch.empty(1, layout.width, dtype=layout.dtype, device="meta") for layout in widest)]
+    dtype = rows.parameters.layout.dtype
+    seeds = [torch.empty(1, least_width(kinds), dtype=dtype, device="meta") for kinds in seed_kinds.values()]
+    learning = [rows.parameters.flat, *seeds]
     moments = [moment for flat in learning for moment in make(flat).state.values()]
-    warmups = torch.empty(len(widest), dtype=torch.int64, device="meta")
+    warmups = torch.empty(len(seeds), dtype=torch.int64, device="meta")
     loss_scales = LossScales.fresh(1, "meta").tensors.values() if scales else ()
-    return sum(tensor.nbytes for tensor in (*learning, *moments, *(part.flat for part in rows.constants), warmups, *loss_scales))
+    constants = [part.flat for part in rows.constants]
+    return sum(tensor.nbytes for tensor in (*learning, *moments, *constants, warmups, *loss_scales))
+
+
+def width_bytes(kind: WidthKind, seed_kinds: Mapping[str, AnyKind], make: MakeRowOptimizer) -> int:
+    """Return the bytes that a width seed of this kind adds to one copy of the state of its slot, whose kinds are `seed_kinds`."""
+    missing = max(kind.layout.width - least_width(seed_kinds), 0)
+    row = torch.empty(1, missing, dtype=kind.place.dtype, device="meta")
+    wider = [row, *(moment for moment in make(row).state.values() if moment.ndim > 1)]
+    return sum(tensor.nbytes for tensor in wider) + kind.buffers.width * kind.place.dtype.itemsize
 
 
 def step_bytes(
-    template: nn.Module, inputs: Tensor, targets: Tensor, precision: torch.dtype | None, *, slots: Collection[str], recomputes: bool
+    template: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    precision: torch.dtype | None,
+    *,
+    slots: Collection[str],
+    recomputes: bool,
+    wider: tuple[Formations, WidthKind] | None = None,
 ) -> int:
-    """Return the bytes of a training step of one host on samples like these, inputs [B, ...] and targets [B, ...]."""
-    rows = ModuleRows.of([template], device=inputs.device)
+    """Return the bytes of a training step of one host on samples like these, inputs [B, ...] and targets [B, ...].
+
+    `wider` is a kind of width seed that the host has, and the formations of the fleet.
+    """
+    rows, seeds, arrangement = ModuleRows.of([template], device=inputs.device), list[StackedSeed](), None
+    weights = [part.flat for part in rows.parts]
+    if wider is not None:
+        formations, kind = wider
+        weights.append(torch.zeros(1, kind.layout.width, dtype=kind.place.dtype, device=inputs.device, requires_grad=True))
+        buffers = kind.buffers.unflatten(torch.zeros(1, kind.buffers.width, dtype=kind.place.dtype, device=inputs.device))
+        alpha = torch.ones(1, dtype=kind.place.dtype, device=inputs.device)
+        seeds = [StackedSeed(kind.place, kind, kind.weights_of(weights[-1]), alpha, None, [0], [1], buffers)]
+        arrangement = Arrangement.of(formations, seeds, 1)
 
     def losses(recompute: Recompute) -> Tensor:
-        stacked_model = StackedModel(lower(template, slots=slots), rows.tensors(), [], precision, recompute if recomputes else None)
+        recompute_or_not = recompute if recomputes else None
+        stacked_model = StackedModel(lower(template, slots=slots), rows.tensors(), seeds, precision, recompute_or_not, arrangement)
         return stacked_model.losses(inputs.unsqueeze(1), targets.unsqueeze(1), training=True)
 
     with _own_random_state(inputs.device):
-        return _backward_bytes(losses, apart_from=[part.flat for part in rows.parts])
+        return _backward_bytes(losses, apart_from=weights)
 
 
 def seed_bytes(seed_kind: SeedKind, samples: int, precision: torch.dtype | None) -> int:
-    """Return the bytes that one seed of this kind adds to a training step on `samples` samples."""
+    """Return the bytes that one seed of this kind, in depth, adds to a training step on `samples` samples."""
     place = seed_kind.place
     h = torch.zeros(samples, 1, *place.shape, dtype=place.dtype, device=place.device, requires_grad=True)
     flat = torch.zeros(1, seed_kind.layout.width, dtype=place.dtype, device=place.device, requires_grad=True)

@@ -1,7 +1,8 @@
 """The seeds of a fleet: where their weights are stored, how they compute, and how they learn, for many hosts at once.
 
-- `SeedKind`: one blueprint in one slot. It computes the delta of many seeds of that kind in one call.
-- `SeedStorage`: one per slot. It stores the weights and optimiser moments of the slot's seeds, one row per host.
+- `SeedKind`: one blueprint in one slot. It computes the delta of many seeds of that kind in one call. Seeds that widen layers have a
+  `WidthKind` instead, and are no part of the activations: `esper.fleet.width` makes them a part of the host's weights.
+- `SeedStorage`: one per slot. It stores weights, statistics and optimiser moments of the slot's seeds, one row per host.
 - `StackedSeed`: seeds of one kind as part of a `StackedModel`. `act` adds the deltas of all seeds of a slot to the activations.
 - `SeedGroup`: the seeds of one kind that learn together. They compute as one stacked seed.
 - `SeedBatch`: all groups that learn from one backward pass. Their weights are rows of one tensor, so the cost of an optimiser step does not
@@ -19,10 +20,10 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper.fleet.config import FleetError
@@ -32,13 +33,15 @@ from esper.fleet.optimizers import RowOptimizer, clip_rows_
 from esper.fleet.stacked.convolutions import has_triton
 from esper.fleet.stacked.lowering import lower
 from esper.fleet.stacked.rows import Layout
+from esper.fleet.width import ROW, WideSeeds, WidthKind
 from esper.growth.config import GrowthConfig, SeedOptimizerConfig
 from esper.growth.host.layout import CPU, Place
 from esper.growth.lifecycle.backend import SeedPlan
 from esper.growth.lifecycle.slots import SlotLifecycles, options_for
 from esper.growth.lifecycle.stages import Stage
 from esper.growth.seeds.blueprints import get_blueprint, live_parameters
-from esper.growth.seeds.seed import Blending, Seed
+from esper.growth.seeds.seed import Blending, Seed, WidePlan
+from esper.growth.seeds.width import plan_in
 
 MakeRowOptimizer = Callable[[Tensor], RowOptimizer]  # weights [N, P] -> an optimiser of these rows
 
@@ -55,11 +58,21 @@ class SeedKind:
         template = Seed(place, blueprint, random_seed=0, blending=blending)
         if next(template.branch.buffers(), None) is not None:
             raise FleetError(f"blueprint {blueprint!r} holds buffers, which seeds of a fleet cannot have; leave it out of `blueprints`")
+        self.plan: tuple[WidePlan, ...] = ()  # it widens nothing
         self.layout = Layout.of(template)  # of branch and gate
+        self.buffers = Layout({}, place.dtype)
         self.branch_layout = Layout.of(template.branch)  # of the branch alone
         self.live = live_parameters(get_blueprint(blueprint), place, template.branch)  # names of the parameters with a gradient at birth
         self._branch = lower(template.branch)
         self._gate = None if template.gate is None else lower(template.gate)
+
+    def build(self, *, random_seed: int) -> Seed:
+        """Return a new seed on the CPU."""
+        return Seed(replace(self.place, device=CPU), self.blueprint, random_seed=random_seed, blending=self.blending)
+
+    def weights_of(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return rows of weights [R, ...] as a stacked seed holds them: by name."""
+        return self.layout.unflatten(rows)
 
     def delta(self, weights: Mapping[str, Tensor], h: Tensor) -> Tensor:
         """Return the change of h [B, R, ...] by the seeds, before alpha: `Seed.delta` for all rows at once."""
@@ -85,33 +98,82 @@ def _without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Ten
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-class SeedStorage:
-    """The seeds of one slot, one row per host, one seed per row. Rows are as wide as the largest of the slot's kinds of seeds.
+AnyKind = SeedKind | WidthKind
 
-    The end of a row that its seed does not need, and a row without a seed, hold arbitrary values.
+
+def least_width(seed_kinds: Mapping[str, AnyKind]) -> int:
+    """Return the number of weights in a row of a new storage: those of the largest seed in depth. Room for width seeds is made later."""
+    return max((kind.layout.width for kind in seed_kinds.values() if not kind.plan), default=0)
+
+
+class SeedStorage:
+    """The seeds of one slot, one row per host, one seed per row. Rows become wider when a larger seed is planted.
+
+    The end of a row that its seed does not need, and a row without a seed, hold arbitrary values. `seed_kinds` maps a blueprint to its kind
+    in a host without kept width seeds. `modules` are those of a host on the CPU.
     """
 
-    def __init__(self, place: Place, seed_kinds: Mapping[str, SeedKind], *, hosts: int, make: MakeRowOptimizer) -> None:
-        self.place, self.seed_kinds, self.make = place, seed_kinds, make  # `seed_kinds` maps a blueprint to its kind
-        weights = torch.zeros(hosts, max(kind.layout.width for kind in seed_kinds.values()), dtype=place.dtype, device=place.device)
+    def __init__(
+        self, place: Place, seed_kinds: Mapping[str, AnyKind], modules: Mapping[str, nn.Module], *, hosts: int, make: MakeRowOptimizer
+    ) -> None:
+        self.place, self.seed_kinds, self.modules, self.make = place, seed_kinds, modules, make
+        self._wide = {(kind.blueprint, kind.plan): kind for kind in seed_kinds.values() if isinstance(kind, WidthKind)}
+        self._least = least_width(seed_kinds)
+        weights = torch.zeros(hosts, self._least, dtype=place.dtype, device=place.device)
         self.tensors: dict[str, Tensor] = {
             "weights": weights,
             "warmup": torch.zeros(hosts, dtype=torch.int64, device=place.device),  # steps over which the learning rate of a seed rises
             **make(weights).state,
         }
 
-    def plant(self, row: int, plan: SeedPlan) -> None:
-        """Put a new seed into the row of a host. Does not wait for the device: the seed is built on the CPU and sent in one piece."""
-        layout, weights = self.seed_kinds[plan.blueprint].layout, self.tensors["weights"]
-        seed = Seed(replace(self.place, device=CPU), plan.blueprint, random_seed=plan.random_seed, blending=plan.blending)
-        fresh = torch.zeros(1, weights.shape[1], dtype=weights.dtype)
-        with torch.no_grad():
-            fresh[:, : layout.width] = layout.flatten({name: parameter.unsqueeze(0) for name, parameter in seed.named_parameters()})
+    def kind(self, blueprint: str, plan: tuple[WidePlan, ...] = ()) -> AnyKind:
+        """Return the kind of a seed; `plan` are the parts of a width seed."""
+        if not plan:
+            return self.seed_kinds[blueprint]
+        if (blueprint, plan) not in self._wide:
+            self._wide[blueprint, plan] = WidthKind(self.place, blueprint, plan, self.modules)
+        return self._wide[blueprint, plan]
+
+    def make_room(self, weights: int, buffers: int) -> None:
+        """Make the rows at least so wide."""
+        if buffers and "buffers" not in self.tensors:
+            self.tensors["buffers"] = self.tensors["weights"].new_zeros(len(self.tensors["weights"]), 0)
+        for name, tensor in self.tensors.items():
+            missing = (buffers if name == "buffers" else weights) - tensor.shape[-1]
+            if tensor.ndim > 1 and missing > 0:
+                self.tensors[name] = F.pad(tensor, (0, missing))
+
+    def shapes_for(self, slot: str, saved: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        """Return the shapes of all tensors that a saved state of this slot must have.
+
+        Its rows may be wider than those of a new storage, but not narrower. It has buffers only if a width seed has grown.
+        """
+        shapes = {name: list(tensor.shape) for name, tensor in self.tensors.items() if name != "buffers"}
+        for name, shape in shapes.items():
+            if len(shape) > 1 and f"{slot} {name}" in saved:
+                shapes[name] = [shape[0], max(saved[f"{slot} {name}"].shape[-1], self._least)]
+        if f"{slot} buffers" in saved:
+            shapes["buffers"] = [len(self.tensors["weights"]), saved[f"{slot} buffers"].shape[-1]]
+        return shapes
+
+    @torch.no_grad()
+    def plant(self, row: int, plan: SeedPlan, wide: tuple[WidePlan, ...]) -> None:
+        """Put a new seed into the row of a host; `wide` are the parts of a width seed.
+
+        Does not wait for the device: the seed is built on the CPU and sent in one piece.
+        """
+        seed_kind = self.kind(plan.blueprint, wide)
+        self.make_room(seed_kind.layout.width, seed_kind.buffers.width)
+        seed = seed_kind.build(random_seed=plan.random_seed)
         # Clear the whole row first, so that the moments of the seed before do not stay.
-        index = upload([row], weights.device)
+        index = upload([row], self.place.device)
         for tensor in self.tensors.values():
             tensor.index_fill_(0, index, 0)
-        weights.index_copy_(0, index, upload(fresh, weights.device))
+        tensors = {**dict(seed.named_parameters()), **dict(seed.named_buffers())}
+        for name, layout in (("weights", seed_kind.layout), ("buffers", seed_kind.buffers)):
+            if layout.width:
+                fresh = layout.flatten({key: tensors[key].unsqueeze(0) for key in layout.shapes})
+                self.tensors[name][:, : layout.width].index_copy_(0, index, upload(fresh, self.place.device))
         self.tensors["warmup"].index_fill_(0, index, plan.warmup)
 
 
@@ -119,21 +181,72 @@ class SeedStorage:
 class StackedSeed:
     """Seeds of one kind in a stacked model, at most one per host."""
 
-    slot: str
-    seed_kind: SeedKind
+    place: Place  # of their slot
+    seed_kind: AnyKind
     weights: Mapping[str, Tensor]  # [R, ...]
     alpha: Tensor  # [R]
     index: Tensor | None  # positions of their hosts in the stacked model [R]; None: all hosts, in order
-    owners: Sequence[int] = ()  # the same positions as Python numbers, where they are needed without reading the device
+    owners: Sequence[int]  # the same positions as Python numbers, which are needed without reading the device
+    orders: Sequence[int]  # of width seeds: in a host, the units of one with a smaller order come first
+    buffers: Mapping[str, Tensor]  # [R, ...], statistics of width seeds
+
+    @property
+    def slot(self) -> str:
+        return self.place.name
+
+    def part(self, seeds: SomeSeeds) -> StackedSeed:
+        """Return some of the seeds, with new positions of their hosts."""
+        chosen = seeds.chosen
+        if chosen is None:
+            return replace(self, index=seeds.index, owners=seeds.owners)
+        weights, buffers = (
+            {name: tensor.index_select(0, chosen) for name, tensor in some.items()} for some in (self.weights, self.buffers)
+        )
+        orders = [self.orders[number] for number in seeds.numbers]
+        return StackedSeed(
+            self.place, self.seed_kind, weights, self.alpha.index_select(0, chosen), seeds.index, seeds.owners, orders, buffers
+        )
+
+    def as_wide(self) -> WideSeeds:
+        """Return width seeds as a formation takes them."""
+        assert isinstance(self.seed_kind, WidthKind)
+        return WideSeeds(self.seed_kind, self.weights[ROW], self.alpha, self.buffers)
 
     def delta(self, own: Tensor) -> Tensor:
         """Return the deltas [B, R, ...] of the seeds, before alpha, for the activations `own` [B, R, ...] of their hosts."""
+        assert isinstance(self.seed_kind, SeedKind)
         # Autocast computes norms in float32, which must not change the precision of the host.
         return self.seed_kind.delta(self.weights, own).to(own.dtype)
 
 
+@dataclass(frozen=True)
+class SomeSeeds:
+    """Some of the seeds of a `StackedSeed`, and positions of their hosts in another stacked model."""
+
+    numbers: Sequence[int]
+    chosen: Tensor | None  # the same on the device; None: all seeds, in order
+    owners: Sequence[int]
+    index: Tensor | None  # the same on the device; None: all hosts, in order
+
+    @classmethod
+    def of(cls, numbers: Sequence[int], count: int, owners: Sequence[int], hosts: int, device: torch.device) -> SomeSeeds:
+        """Return these out of `count` seeds; `hosts` is the number of hosts of the other model."""
+        chosen = None if list(numbers) == list(range(count)) else upload(numbers, device)
+        return cls(numbers, chosen, owners, None if list(owners) == list(range(hosts)) else upload(owners, device))
+
+
 def act(stacked_seeds: Sequence[StackedSeed], h: Tensor) -> Tensor:
-    """Return h [B, N, ...] plus alpha times the deltas of these seeds. All belong to one slot, and a host has one of them at most."""
+    """Return h [B, N, ...] plus alpha times the deltas of these seeds. All belong to one slot, and a host has one of them at most.
+
+    If width seeds have widened h, only the host's own units go through the seeds.
+    """
+    place = stacked_seeds[0].seed_kind.place
+    axis = feature_axis(place, h)
+    if h.shape[axis] > place.width:
+        own, new = h.split_with_sizes([place.width, h.shape[axis] - place.width], axis)
+        order, inverse = _order_in_memory(h)
+        changed = act(stacked_seeds, own.clone(memory_format=torch.preserve_format))
+        return torch.cat([changed.permute(order), new.permute(order)], dim=order.index(axis)).permute(inverse)
     if len(stacked_seeds) == 1 and stacked_seeds[0].index is None:
         return h + _times(stacked_seeds[0].alpha, stacked_seeds[0].delta(h), host_dim=1)
     indices = [stacked.index for stacked in stacked_seeds if stacked.index is not None]
@@ -142,6 +255,17 @@ def act(stacked_seeds: Sequence[StackedSeed], h: Tensor) -> Tensor:
     index, alpha = torch.cat(indices), torch.cat([stacked.alpha for stacked in stacked_seeds])
     parts = of_hosts(h, index).split_with_sizes([len(stacked.alpha) for stacked in stacked_seeds], dim=1)
     return _blended(h, index, alpha, [stacked.delta(own) for stacked, own in zip(stacked_seeds, parts, strict=True)])
+
+
+def feature_axis(place: Place, h: Tensor) -> int:
+    """Return the dimension of the features in activations h [B, N, ...] of a place."""
+    return 2 if place.kind == "conv" else h.ndim - 1
+
+
+def own_units(place: Place, h: Tensor) -> Tensor:
+    """Return the host's own units of activations h [B, N, ...], without those of width seeds."""
+    axis = feature_axis(place, h)
+    return h if h.shape[axis] == place.width else h.narrow(axis, 0, place.width)
 
 
 def of_hosts(h: Tensor, index: Tensor) -> Tensor:
@@ -196,35 +320,45 @@ class SeedGroup:
 
     slot: str
     storage: SeedStorage
-    blueprint: str
+    seed_kind: AnyKind
     hosts: Sequence[int]
+    orders: Sequence[int]  # of width seeds, see `StackedSeed`
     index: Tensor  # `hosts` on the device [R]
     rows: Tensor  # rows of the storage [R]
     alphas: Tensor  # alpha of every seed in every step [T, R]
 
     @classmethod
-    def of(cls, slot: str, storage: SeedStorage, blueprint: str, rows: Sequence[int], hosts: Sequence[int], alphas: Tensor) -> SeedGroup:
+    def of(cls, slot: str, storage: SeedStorage, seed_kind: AnyKind, seeds: Sequence[Placed]) -> SeedGroup:
+        """Return the group of these seeds."""
         device = storage.place.device
-        return cls(slot, storage, blueprint, hosts, upload(hosts, device), upload(rows, device), alphas)
-
-    @property
-    def seed_kind(self) -> SeedKind:
-        return self.storage.seed_kinds[self.blueprint]
+        hosts = [seed.position for seed in seeds]
+        alphas = upload([seed.alphas for seed in seeds], device, storage.place.dtype).T.contiguous()  # [T, R]
+        rows = upload([seed.row for seed in seeds], device)
+        return cls(slot, storage, seed_kind, hosts, [seed.order for seed in seeds], upload(hosts, device), rows, alphas)
 
     def read(self, name: str) -> Tensor:
         """Return a copy of these seeds' rows of a storage tensor, [R] or [R, width of the kind]."""
+        if name == "buffers" and name not in self.storage.tensors:  # no kind of this slot has statistics
+            return self.alphas.new_zeros(len(self.hosts), 0)
         rows = self.storage.tensors[name].index_select(0, self.rows)
-        return rows if rows.ndim == 1 else rows[:, : self.seed_kind.layout.width]
+        return rows if rows.ndim == 1 else rows[:, : self._width(name)]
 
     def write(self, name: str, rows: Tensor) -> None:
         """Write rows back to a storage tensor. They may be wider than those of `read`; the rest is ignored."""
-        whole, width = self.storage.tensors[name], self.seed_kind.layout.width
-        (whole if whole.ndim == 1 else whole[:, :width]).index_copy_(0, self.rows, rows if rows.ndim == 1 else rows[:, :width])
+        width = self._width(name)
+        if rows.ndim == 1:
+            self.storage.tensors[name].index_copy_(0, self.rows, rows)
+        elif width:
+            self.storage.tensors[name][:, :width].index_copy_(0, self.rows, rows[:, :width])
 
-    def stacked(self, weights: Mapping[str, Tensor], alpha: Tensor, *, hosts: int) -> StackedSeed:
-        """Return the group as part of a stacked model of `hosts` hosts."""
-        index = None if list(self.hosts) == list(range(hosts)) else self.index
-        return StackedSeed(self.slot, self.seed_kind, weights, alpha, index, self.hosts)
+    def _width(self, name: str) -> int:
+        return self.seed_kind.buffers.width if name == "buffers" else self.seed_kind.layout.width
+
+    def stacked(self, rows: Tensor, buffers: Tensor, alpha: Tensor, *, hosts: int) -> StackedSeed:
+        """Return the group as part of a stacked model of `hosts` hosts, with these rows of weights and buffers."""
+        kind, index = self.seed_kind, None if list(self.hosts) == list(range(hosts)) else self.index
+        weights, statistics = kind.weights_of(rows[:, : kind.layout.width]), kind.buffers.unflatten(buffers[:, : kind.buffers.width])
+        return StackedSeed(self.storage.place, kind, weights, alpha, index, self.hosts, self.orders, statistics)
 
 
 class SeedBatch:
@@ -241,6 +375,7 @@ class SeedBatch:
         # Steps that a seed did not take although its own gradient was finite, because its host did not step [Q].
         self.skipped = torch.zeros(len(self.hosts), dtype=torch.int64, device=self.hosts.device)
         self.flat = self._read("weights").requires_grad_()  # [Q, P]
+        self._buffers = self._read("buffers")  # [Q, ...], changed in place by training passes
         self._warmup = self._read("warmup")
         self._optimizer = groups[0].storage.make(self.flat)
         for name, tensor in self._optimizer.state.items():
@@ -250,22 +385,17 @@ class SeedBatch:
         """Return the number of groups; 0 for an empty batch."""
         return len(self.groups)
 
-    def weights(self) -> list[dict[str, Tensor]]:
-        """Return the weights of every group, name -> [R, ...]. They are views of `flat`."""
-        parts = self.flat.split_with_sizes(self._counts)
-        layouts = [group.seed_kind.layout for group in self.groups]
-        return [layout.unflatten(part[:, : layout.width]) for layout, part in zip(layouts, parts, strict=True)]
-
     def alphas(self, now: Tensor) -> Sequence[Tensor]:
         """Return the alphas of every group [R] in step `now`. The step number [1] is on the device."""
         return self._alphas.index_select(0, now)[0].split_with_sizes(self._counts)
 
     def stacked_seeds(self, now: Tensor, *, hosts: int) -> list[StackedSeed]:
-        """Return all groups as parts of a stacked model of `hosts` hosts, in step `now`."""
+        """Return all groups as parts of a stacked model of `hosts` hosts, in step `now`. Their tensors are views of those of the batch."""
         if not self.groups:
             return []
-        parts = zip(self.groups, self.weights(), self.alphas(now), strict=True)
-        return [group.stacked(weights, alpha, hosts=hosts) for group, weights, alpha in parts]
+        rows, buffers = self.flat.split_with_sizes(self._counts), self._buffers.split_with_sizes(self._counts)
+        parts = zip(self.groups, rows, buffers, self.alphas(now), strict=True)
+        return [group.stacked(own, statistics, alpha, hosts=hosts) for group, own, statistics, alpha in parts]
 
     def learn(self, gradient: Tensor, now: Tensor, rates: Tensor, config: SeedOptimizerConfig, *, active: Tensor | None = None) -> None:
         """Take one optimiser step along the gradient [Q, P]; a seed whose gradient is not finite does not step.
@@ -288,10 +418,10 @@ class SeedBatch:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Write weights and optimiser state back to the storage."""
+        """Write weights, buffers and optimiser state back to the storage."""
         if not self.groups:
             return
-        for name, rows in {"weights": self.flat, **self._optimizer.state}.items():
+        for name, rows in {"weights": self.flat, "buffers": self._buffers, **self._optimizer.state}.items():
             for group, own in zip(self.groups, rows.split_with_sizes(self._counts), strict=True):
                 group.write(name, own)
 
@@ -310,16 +440,31 @@ class SeedBatch:
 SeedStorages = Mapping[str, SeedStorage]  # slot -> storage, in the order in which the slots run
 # (row in the fleet, lifecycles) of the hosts that compute together; the position of a host is its index in this sequence
 AllLifecycles = Sequence[tuple[int, SlotLifecycles[RowBackend]]]
-Placed = tuple[int, int, list[float]]  # a seed: row and position of its host, and its alpha in every step
-SeedKinds = Mapping[str, Mapping[str, SeedKind]]  # slot -> blueprint -> kind of seed
+SeedKinds = Mapping[str, Mapping[str, AnyKind]]  # slot -> blueprint -> kind of seed
 
 
-def seed_kinds_for(places: Mapping[str, Place], growth: GrowthConfig) -> dict[str, dict[str, SeedKind]]:
-    """Return the kinds of seeds that may grow in every slot; slots where nothing fits are left out."""
+class Placed(NamedTuple):
+    """A seed of a host."""
+
+    row: int  # of its host in the fleet
+    position: int  # of its host among those that compute together
+    order: int  # of a width seed
+    alphas: list[float]  # in every step
+
+
+def seed_kinds_for(places: Mapping[str, Place], growth: GrowthConfig, modules: Mapping[str, nn.Module]) -> dict[str, dict[str, AnyKind]]:
+    """Return the kinds of seeds that may grow in every slot of a new host; slots where nothing fits are left out.
+
+    `modules` are those of a host on the CPU.
+    """
     blending = growth.lifecycle.blending
+
+    def kind_of(place: Place, blueprint: str) -> AnyKind:
+        plan = plan_in(place, blueprint, {})
+        return WidthKind(place, blueprint, plan, modules) if plan else SeedKind(place, blueprint, blending)
+
     seed_kinds = {
-        name: {blueprint.name: SeedKind(place, blueprint.name, blending) for blueprint in options_for(place, growth)}
-        for name, place in places.items()
+        name: {blueprint.name: kind_of(place, blueprint.name) for blueprint in options_for(place, growth)} for name, place in places.items()
     }
     if not any(seed_kinds.values()):
         raise FleetError(
@@ -334,38 +479,33 @@ def seed_batches_of(seed_storages: SeedStorages, all_lifecycles: AllLifecycles, 
 
     Advances the blending of the lifecycles by these steps.
     """
-    placed: dict[tuple[str, str, bool], list[Placed]] = defaultdict(list)
+    placed: dict[tuple[str, AnyKind, bool], list[Placed]] = defaultdict(list)
     for position, (row, lifecycles) in enumerate(all_lifecycles):
-        for slot, blueprint, is_connected, alphas in _alphas(lifecycles, steps):
-            placed[slot, blueprint, is_connected].append((row, position, alphas))
-    # One group per slot, blueprint and way of learning, in the order in which the slots run.
+        for slot, backend, alphas in _alphas(lifecycles, steps):
+            kind = seed_storages[slot].kind(str(backend.life.blueprint), backend.wide)
+            placed[slot, kind, backend.is_connected].append(Placed(row, position, backend.order, alphas))
+    # One group per slot, kind and way of learning, in the order in which the slots run.
     groups: dict[bool, list[SeedGroup]] = {True: [], False: []}
     order = list(seed_storages)
-    for (slot, blueprint, is_connected), seeds in sorted(placed.items(), key=lambda item: (order.index(item[0][0]), item[0])):
-        groups[is_connected].append(_group(slot, seed_storages[slot], blueprint, seeds))
+    for (slot, kind, is_connected), seeds in sorted(placed.items(), key=lambda item: (order.index(item[0][0]), item[0][1].blueprint)):
+        groups[is_connected].append(SeedGroup.of(slot, seed_storages[slot], kind, seeds))
     return SeedBatch(groups[True]), SeedBatch(groups[False])
 
 
 def stacked_seeds_of(seed_storages: SeedStorages, all_lifecycles: AllLifecycles, *, only_kept: bool) -> list[StackedSeed]:
     """Return the connected seeds with their present weights and alphas; `only_kept` leaves out those that are not fossilized."""
-    placed: dict[tuple[str, str], list[Placed]] = defaultdict(list)
+    placed: dict[tuple[str, AnyKind], list[Placed]] = defaultdict(list)
     for position, (row, lifecycles) in enumerate(all_lifecycles):
         for slot, backend in lifecycles.occupied():
             if backend.is_connected and (not only_kept or backend.life.stage is Stage.FOSSILIZED):
-                placed[slot, str(backend.life.blueprint)].append((row, position, [backend.alpha]))
-    groups = [_group(slot, seed_storages[slot], blueprint, seeds) for (slot, blueprint), seeds in placed.items()]
-    weights = [group.seed_kind.layout.unflatten(group.read("weights")) for group in groups]
-    return [group.stacked(own, group.alphas[0], hosts=len(all_lifecycles)) for group, own in zip(groups, weights, strict=True)]
+                kind = seed_storages[slot].kind(str(backend.life.blueprint), backend.wide)
+                placed[slot, kind].append(Placed(row, position, backend.order, [backend.alpha]))
+    groups = [SeedGroup.of(slot, seed_storages[slot], kind, seeds) for (slot, kind), seeds in placed.items()]
+    return [group.stacked(group.read("weights"), group.read("buffers"), group.alphas[0], hosts=len(all_lifecycles)) for group in groups]
 
 
-def _group(slot: str, storage: SeedStorage, blueprint: str, seeds: Sequence[Placed]) -> SeedGroup:
-    """Return the group of these seeds of one kind."""
-    alphas = upload([alphas for _, _, alphas in seeds], storage.place.device, storage.place.dtype).T.contiguous()  # [T, R]
-    return SeedGroup.of(slot, storage, blueprint, [row for row, _, _ in seeds], [position for _, position, _ in seeds], alphas)
-
-
-def _alphas(lifecycles: SlotLifecycles[RowBackend], steps: int) -> Iterable[tuple[str, str, bool, list[float]]]:
-    """Return (slot, blueprint, whether it is connected, its alpha in each of the coming steps) of every seed of a host.
+def _alphas(lifecycles: SlotLifecycles[RowBackend], steps: int) -> Iterable[tuple[str, RowBackend, list[float]]]:
+    """Return (slot, backend, alpha in each of the coming steps) of every seed of a host.
 
     Advances the blending by these steps.
     """
@@ -377,4 +517,4 @@ def _alphas(lifecycles: SlotLifecycles[RowBackend], steps: int) -> Iterable[tupl
             for name, backend in backends.items():
                 alphas[name][step] = backend.alpha
                 backend.advance_alpha(lifecycles.config.lifecycle.alpha_curve)
-    return [(name, str(backend.life.blueprint), backend.is_connected, alphas[name]) for name, backend in backends.items()]
+    return [(name, backend, alphas[name]) for name, backend in backends.items()]

@@ -4,6 +4,8 @@
 - `HostGroup`: compact copies of the rows of the hosts that train now.
 - `StackedModel`: some hosts with the seeds in them as one network. Training, the second pass of seeds in the shadow, validation, and
   validation without a seed all use it.
+- `Arrangement`: the hosts of a stacked model in parts of equal width. It is needed only where some hosts have width seeds; each part is
+  then computed as a network of its own.
 
 Shapes: B = samples, N = hosts of the fleet or of the stacked model, A = hosts that train, P = weights of a host; activations are
 [B, N, ...].
@@ -12,7 +14,7 @@ Shapes: B = samples, N = hosts of the fleet or of the stacked model, A = hosts t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,17 +22,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper.fleet.device import upload
-from esper.fleet.seed_groups import MakeRowOptimizer, StackedSeed, act
-from esper.fleet.stacked.lowering import Recompute, Stacked, lower
+from esper.fleet.seed_groups import MakeRowOptimizer, SomeSeeds, StackedSeed, act
+from esper.fleet.stacked.lowering import At, Recompute, Stacked, lower
 from esper.fleet.stacked.rows import Layout, ModuleRows
+from esper.fleet.width import Formation, Formations, WidthKind
 from esper.gradients import LossScales, NoLossScales
+from esper.growth.host.layout import Place
 
 
 class HostStorage:
     """Tensors of all hosts of a fleet, one row per host.
 
-    `template` is any host of the architecture, `slots` are the names of its submodules after which seeds may grow. With `scales`, every
-    host has a loss scale.
+    `template` is any host of the architecture, `slots` are the names of its submodules after which seeds may grow, and `formations` are the
+    wider hosts that it may become. With `scales`, every host has a loss scale.
     """
 
     def __init__(
@@ -42,10 +46,12 @@ class HostStorage:
         make: MakeRowOptimizer,
         device: torch.device,
         dtype: torch.dtype,
+        formations: Formations,
         scales: bool = False,
     ) -> None:
         self.slots, self.make = tuple(slots), make
         self.stacked: Stacked = lower(template, slots=self.slots)
+        self.formations = formations
         self.rows = ModuleRows(template.to(dtype), hosts, device=device)
         self._moments = make(self.rows.parameters.flat).state
         self.scales = LossScales.fresh(hosts, device) if scales else NoLossScales(torch.zeros(hosts, dtype=torch.int64, device=device))
@@ -108,18 +114,88 @@ class HostGroup:
             self.storage.scales.tensors[name].index_copy_(0, self._index, tensor)
 
 
-Watch = Callable[[str, Tensor], Tensor]  # called with a slot and its activations before any seed; returns those to continue with
+@dataclass(frozen=True)
+class HostPart:
+    """Hosts of a stacked model that have width seeds of the same kinds. Seeds are given by numbers of the model's `StackedSeed`s."""
+
+    formation: Formation | None  # None: they have no width seeds
+    hosts: Sequence[int]  # positions in the stacked model
+    index: Tensor | None  # the same on the device; None: all hosts, in order
+    wide: Sequence[tuple[int, SomeSeeds]]  # width seeds in the order of their units, one in every host
+    others: Sequence[tuple[int, SomeSeeds]]
+
+    @classmethod
+    def of(
+        cls, formations: Formations, stacked_seeds: Sequence[StackedSeed], wide: Sequence[int], hosts: Sequence[int], *, total: int
+    ) -> HostPart:
+        """Return the part of `hosts` out of `total`. `wide` are the numbers of their width seeds."""
+        found: list[tuple[int, SomeSeeds]] = []
+        for number, stacked in enumerate(stacked_seeds):
+            # In the order of the hosts, because the weights of width seeds are put beside those of the hosts.
+            of_owner = {owner: seed for seed, owner in enumerate(stacked.owners)}
+            seeds = [(of_owner[host], place) for place, host in enumerate(hosts) if host in of_owner]
+            if seeds:
+                numbers, places = [seed for seed, _ in seeds], [place for _, place in seeds]
+                found.append((number, SomeSeeds.of(numbers, len(stacked.owners), places, len(hosts), formations.device)))
+        by_number = dict(found)
+        kinds = [kind for number in wide if isinstance(kind := stacked_seeds[number].seed_kind, WidthKind)]
+        index = None if list(hosts) == list(range(total)) else upload(hosts, formations.device)
+        return cls(
+            formations.of(kinds) if kinds else None,
+            hosts,
+            index,
+            [(number, by_number[number]) for number in wide],
+            [(number, some) for number, some in found if number not in wide],
+        )
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The hosts of a stacked model in parts of equal width."""
+
+    formations: Formations
+    parts: Sequence[HostPart]
+    inverse: Tensor | None  # place of every host in the parts, one behind another; None: they are in order
+
+    @classmethod
+    def of(cls, formations: Formations, stacked_seeds: Sequence[StackedSeed], hosts: int) -> Arrangement | None:
+        """Return the arrangement of `hosts` hosts with these seeds; None if none of them is a width seed."""
+        if not any(stacked.seed_kind.plan for stacked in stacked_seeds):
+            return None
+        # Width seeds of every host as (order, number of the stacked seed).
+        owned: list[list[tuple[int, int]]] = [[] for _ in range(hosts)]
+        for number, stacked in enumerate(stacked_seeds):
+            if stacked.seed_kind.plan:
+                for owner, order in zip(stacked.owners, stacked.orders, strict=True):
+                    owned[owner].append((order, number))
+        grouped: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for host, seeds in enumerate(owned):
+            grouped[tuple(number for _, number in sorted(seeds))].append(host)
+        parts = [HostPart.of(formations, stacked_seeds, wide, some, total=hosts) for wide, some in grouped.items()]
+        places = {host: place for place, host in enumerate(host for part in parts for host in part.hosts)}
+        inverse = None if len(parts) == 1 else upload([places[host] for host in range(hosts)], formations.device)
+        return cls(formations, parts, inverse)
+
+
+# Called with a slot, its activations before any seed, and the positions of the hosts (None: all); returns the activations to continue with.
+Watch = Callable[[str, Tensor, Sequence[int] | None], Tensor]
 
 
 @dataclass(frozen=True)
 class StackedModel:
-    """Some hosts with their seeds as one network."""
+    """Some hosts with their seeds as one network. Without an `arrangement`, none of the seeds is a width seed."""
 
     host: Stacked
     tensors: Mapping[str, Tensor]  # parameters and buffers of the hosts by name, [N, ...]
     stacked_seeds: Sequence[StackedSeed]
     precision: torch.dtype | None = None  # of activations under autocast; None: that of the weights
     recompute: Recompute | None = None  # runs the blocks whose activations are recomputed in the backward pass; None: keep all
+    arrangement: Arrangement | None = None
+
+    @property
+    def _places(self) -> list[Place]:
+        """Places of all seeds."""
+        return [stacked.place for stacked in self.stacked_seeds]
 
     def losses(self, inputs: Tensor, targets: Tensor, *, training: bool, watch: Watch | None = None) -> Tensor:
         """Return the mean loss of every host [N] on its samples: inputs [B, N, ...], targets [B, N, ...]."""
@@ -127,23 +203,89 @@ class StackedModel:
 
     def losses_of_samples(self, inputs: Tensor, targets: Tensor, *, training: bool, watch: Watch | None = None) -> Tensor:
         """Return the loss of every sample [B, N]; that of a sequence is the mean over its tokens."""
+        if self.arrangement is None:
+            at = _at_slots(self.stacked_seeds, self._places, watch, None)
+            return self._losses(self.host, self.tensors, inputs, targets, training, at)
+        weights = self.arrangement.formations.layout.flatten(self.tensors)
+        found = [self._losses_of_part(part, weights, inputs, targets, training, watch) for part in self.arrangement.parts]
+        inverse = self.arrangement.inverse
+        return found[0] if inverse is None else torch.cat(found, dim=1).index_select(1, inverse)
+
+    def _losses_of_part(
+        self, part: HostPart, weights: Tensor, inputs: Tensor, targets: Tensor, training: bool, watch: Watch | None
+    ) -> Tensor:
+        """Return the loss of every sample of some hosts of equal width. `weights` [N, P] are those of all hosts."""
+        assert self.arrangement is not None
+        formations = self.arrangement.formations
+        buffers = {name: self.tensors[name] for name in formations.buffers}
+        if part.index is not None:
+            weights, inputs, targets = (
+                weights.index_select(0, part.index),
+                inputs.index_select(1, part.index),
+                targets.index_select(1, part.index),
+            )
+            buffers = {name: buffer.index_select(0, part.index) for name, buffer in buffers.items()}
+        if part.formation is None:
+            host, tensors = self.host, {**buffers, **formations.layout.unflatten(weights)}
+        else:
+            seeds = [self.stacked_seeds[number].part(some).as_wide() for number, some in part.wide]
+            host, tensors = part.formation.stacked, part.formation.tensors(weights, buffers, seeds)
+        others = [self.stacked_seeds[number].part(some) for number, some in part.others]
+        losses = self._losses(host, tensors, inputs, targets, training, _at_slots(others, self._places, watch, part.hosts))
+        if training:
+            self._put_back(part, tensors)
+        return losses
+
+    @torch.no_grad()
+    def _put_back(self, part: HostPart, tensors: Mapping[str, Tensor]) -> None:
+        """Write the running statistics of a pass of some hosts to those of the stacked model and its seeds."""
+        assert self.arrangement is not None
+        behind = {} if part.formation is None else part.formation.statistics
+        for name in self.arrangement.formations.buffers:
+            # In a wide host, the statistics of the seeds come behind those of the host.
+            targets = [(self.tensors[name], part.index)]
+            for place, own_name in behind.get(name, ()):
+                number, some = part.wide[place]
+                targets.append((self.stacked_seeds[number].buffers[own_name], some.chosen))
+            sizes = [target.shape[-1] for target, _ in targets]
+            values = tensors[name].split_with_sizes(sizes, dim=1) if len(targets) > 1 else [tensors[name]]
+            for (target, index), value in zip(targets, values, strict=True):
+                if index is not None:
+                    target.index_copy_(0, index, value)
+                elif target is not value:
+                    target.copy_(value)
+
+    def _losses(self, host: Stacked, tensors: Mapping[str, Tensor], inputs: Tensor, targets: Tensor, training: bool, at: At) -> Tensor:
+        """Return the loss of every sample, computed by one stacked network."""
         device = inputs.device.type
         with torch.autocast(device, dtype=self.precision, enabled=self.precision is not None):
-            logits = self.host(self.tensors, inputs, training=training, at=self._at_slots(watch), recompute=self.recompute)
+            logits = host(tensors, inputs, training=training, at=at, recompute=self.recompute)
         if self.precision is not None:
             logits = logits.float()
         each = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), reduction="none")
         return each.view(len(inputs), inputs.shape[1], -1).mean(dim=2)
 
-    def _at_slots(self, watch: Watch | None) -> Watch:
-        """Return the function that the host calls after each slot: it shows the activations to `watch` and adds the seeds."""
-        by_slot: dict[str, list[StackedSeed]] = defaultdict(list)
-        for stacked in self.stacked_seeds:
-            by_slot[stacked.slot].append(stacked)
 
-        def at(slot: str, h: Tensor) -> Tensor:
+def _at_slots(stacked_seeds: Sequence[StackedSeed], places: Iterable[Place], watch: Watch | None, hosts: Sequence[int] | None) -> At:
+    """Return the function that the hosts call after each module with slots: it shows the activations to `watch` and adds the seeds.
+
+    `stacked_seeds` are those in depth, `places` those of all seeds. A slot that has opened behind a kept seed comes after the slot of that
+    seed.
+    """
+    by_slot: dict[str, list[StackedSeed]] = defaultdict(list)
+    for stacked in stacked_seeds:
+        by_slot[stacked.slot].append(stacked)
+    opened: dict[str, list[str]] = {}  # module -> its slots in order, where there are seeds
+    for place in sorted(places, key=lambda place: place.earlier):
+        slots = opened.setdefault(place.module, [place.module])
+        slots += [name for name in (place.name, place.again().name) if name not in slots]
+
+    def at(module: str, h: Tensor) -> Tensor:
+        for slot in opened.get(module, [module]):
             if watch is not None:
-                h = watch(slot, h)
-            return act(by_slot[slot], h) if slot in by_slot else h
+                h = watch(slot, h, hosts)
+            if slot in by_slot:
+                h = act(by_slot[slot], h)
+        return h
 
-        return at
+    return at

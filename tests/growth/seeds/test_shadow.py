@@ -12,7 +12,9 @@ from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel
 
 from esper.growth import Grower, GrowthError, add_slots
-from esper.growth.lifecycle.stages import Germinate, Prune, Stage
+from esper.growth.config import BudgetConfig
+from esper.growth.lifecycle.stages import Advance, Germinate, Prune, Stage
+from esper.growth.seeds.width import WidthSeed
 from tests.growth.builders import (
     QUICK_SHADOW,
     Script,
@@ -207,3 +209,24 @@ def test_a_closure_on_another_batch_is_computed_without_the_prefix_cache() -> No
         return dict(loop.slotted.slots["second"].seed.state_dict())
 
     assert_same(trained(can_replay=True), trained(can_replay=False))
+
+
+def test_a_second_pass_leaves_the_statistics_of_connected_width_seeds_unchanged() -> None:
+    actions = {
+        0: [Germinate("first", "test", "widen_100")],
+        1: [Advance("first", "test")],
+        3: [Germinate("second", "test", "low_rank")],
+    }
+    loop = make_loop(Script(actions), config(QUICK_SHADOW, budget=BudgetConfig(max_parameters=None, max_flops=None)), host=make_host())
+    loop.grower._shadow._can_replay = False
+    for _ in range(3):
+        loop.host.train()
+        loop.epoch()
+    seed = loop.slotted.slots["first"].seed
+    assert isinstance(seed, WidthSeed)
+    (norm,) = (module for module in seed.modules() if isinstance(module, nn.BatchNorm1d))
+    assert loop.grower.lifecycles.backends["second"].life.stage is Stage.TRAINING
+    before = int(norm.num_batches_tracked)
+    loop.host.train()
+    loop.epoch()
+    assert int(norm.num_batches_tracked) == before + len(loop.data)

@@ -78,9 +78,11 @@ class Isolation:
         self._unchanged: set[tuple[str, str, bool]] = set()  # keys of large buffers that did not change in their first pass
 
     @contextmanager
-    def guard(self, *, apart_from: Iterable[nn.Module] = ()) -> Iterator[None]:
-        """Restore everything after the `with` block, as `isolated` does."""
+    def guard(self, *, apart_from: Iterable[nn.Module] = (), and_of: Iterable[nn.Module] = ()) -> Iterator[None]:
+        """Restore everything after the `with` block, as `isolated` does; also in modules `and_of` that the model does not contain."""
         modules = dict(self._model.named_modules())
+        for number, module in enumerate(and_of):
+            modules |= {f"seed {number}.{name}": part for name, part in module.named_modules()}
         with ExitStack() as stack:
             if _is_any_compiled(modules.values()):
                 stack.enter_context(eager())

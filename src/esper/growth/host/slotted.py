@@ -18,7 +18,6 @@ compiled code.
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -53,7 +52,7 @@ from esper.growth.host.state_dict import CheckStructure, agree, as_model_takes_i
 from esper.growth.host.units import find_units, modules_of, with_units
 from esper.growth.seeds.blueprints import KINDS, blueprints_for, blueprints_of, cost_of, get_blueprint, reason_against, widened_by
 from esper.growth.seeds.seed import SPEC_KEYS, Blending, Seed, SeedSpec
-from esper.growth.seeds.width import IN_SHADOW, WidthSeed, fold as fold_seeds, make_seed
+from esper.growth.seeds.width import WidthSeed, fold as fold_seeds, kept_units, make_seed, next_order, why_not_removed
 from esper.runs.checkpoints import plain_name, plain_names
 from esper.text_table import aligned
 
@@ -192,8 +191,7 @@ class Slotted(Displayed):
 
     def next_order(self) -> int:
         """Return the order of a new width seed, whose units come behind those of all that are connected."""
-        orders = [slot.seed.spec.order for slot in self.slots.values() if slot.seed is not None]
-        return 1 + max((order for order in orders if order < IN_SHADOW), default=0)
+        return next_order(slot.seed.spec.order for slot in self.slots.values() if slot.seed is not None)
 
     def rebuilt_seed(self, name: str, state: Mapping[str, Tensor]) -> Seed:
         """Build the seed of a slot for a state dict of it. The caller loads the weights."""
@@ -202,26 +200,13 @@ class Slotted(Displayed):
 
     def why_not_removed(self, name: str) -> str:
         """Return why the seed in a slot cannot be removed yet: another seed reads its units. Return "" if none does."""
-        own = self.slot(name).seed
-        if own is None or not own.spec.wide:
-            return ""
-        modules = {plan.module for plan in own.spec.wide}
-        for other, slot in self.slots.items():
-            if slot.seed is None or slot.seed.spec.order <= own.spec.order:
-                continue
-            if any(plan.module in modules and (plan.seen_inputs or plan.seen_outputs) for plan in slot.seed.spec.wide):
-                return f"the seed in {other!r} reads its units; remove that one first"
-        return ""
+        seeds = {other: slot.seed.spec for other, slot in self.slots.items() if slot.seed is not None}
+        return why_not_removed(name, {other: (spec.order, spec.wide) for other, spec in seeds.items()}) if name in seeds else ""
 
     def _kept_units(self) -> dict[str, tuple[int, int]]:
         """Return the inputs and outputs that kept width seeds have added to modules: of those before the first that is not kept."""
         kept = {slot.seed for slot in self.slots.values() if slot.is_kept}
-        found = {}
-        for name, patch in self.wide.items():
-            first = [plan for seed, plan, _ in itertools.takewhile(lambda entry: entry[0] in kept, patch.seeds)]
-            if first:
-                found[name] = sum(plan.inputs for plan in first), sum(plan.outputs for plan in first)
-        return found
+        return kept_units((seed.spec.wide, seed in kept) for seed in self.wide_seeds())
 
     def open_again(self, name: str) -> Slot:
         """Open another slot at the place of a slot, and return it. It is applied after those that are there."""

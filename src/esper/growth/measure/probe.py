@@ -76,6 +76,12 @@ class Portion:
     steps: int
 
 
+def evaluated(costs: Mapping[Key, Cost], host: Cost) -> dict[Key, Cost]:
+    """Return the candidates that are not many times as large as the host."""
+    most = max(MOST_TIMES_THE_HOST * host.parameters, LEAST_PARAMETERS)
+    return {key: cost for key, cost in costs.items() if cost.parameters <= most}
+
+
 def portions(costs: Mapping[Key, Cost], host: Cost, *, probe_steps: int, length: int | None) -> list[Portion]:
     """Plan the portions, in the order of `costs`. `length` is the number of steps in an epoch; None if unknown.
 
@@ -162,9 +168,7 @@ class Probe:
     ) -> None:
         self._slotted, self._host, self._make_learner = slotted, host, make_learner
         self._random_seed, self._probe_steps = random_seed, probe_steps
-        costs = {key: cost_of(get_blueprint(key[1]), slotted.place(key[0])) for key in candidates}
-        most = max(MOST_TIMES_THE_HOST * host.parameters, LEAST_PARAMETERS)
-        self._costs = {key: cost for key, cost in costs.items() if cost.parameters <= most}
+        self._costs = evaluated({key: cost_of(get_blueprint(key[1]), slotted.place(key[0])) for key in candidates}, host)
         self._portions: list[Portion] | None = None  # None: not planned yet
         self._length: int | None = None  # length of the epoch that they were planned for
         self._number = 0  # index of the current portion

@@ -2,7 +2,8 @@
 
 The part of the host before the first of these slots is not computed again if its output was recorded in the user's forward pass and the
 closure calls the model with the same tensors. The host's optimiser has stepped since then, so the second pass applies the new weights
-behind the slot to outputs of the old weights before it. A compiled model runs eagerly and as a whole in the second pass.
+behind the slot to outputs of the old weights before it. With a width seed in the shadow, the second pass is computed as a whole: its units
+begin inside a layer, whose output would be partly old and partly new. A compiled model runs eagerly and as a whole in the second pass.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Shadow:
     def prepare(self, backends: Sequence[ModuleBackend]) -> None:
         """Record the user's next forward pass if there are seeds in the shadow."""
         first = self._first(backends)
-        self._is_due = first is not None and self._can_replay
+        has_wide = any(backend.slot.seed is not None and backend.slot.seed.spec.wide for backend in backends)
+        self._is_due = first is not None and self._can_replay and not has_wide
         if first is not None and self._replayed_slot != first.begins_at:
             self._replayed_slot = first.begins_at
             self._replay = PrefixCache(self.slotted.model, self.slotted.discovery.calls, first.begins_at)
@@ -75,8 +77,9 @@ class Shadow:
         # Compute the gradients of the seeds' parameters in an isolated pass in which the seeds are connected.
         parameters = [parameter for backend in backends if backend.learner is not None for parameter in backend.learner.parameters]
         seeds = [backend.slot.seed for backend in backends if backend.slot.seed is not None]
+        connected = [slot.seed for slot in self.slotted.slots.values() if slot.is_connected and slot.seed is not None]
         with ExitStack() as stack:
-            stack.enter_context(self._isolation.guard(apart_from=seeds))
+            stack.enter_context(self._isolation.guard(apart_from=seeds, and_of=connected))
             stack.enter_context(torch.enable_grad())
             # The recording holds the units of the seeds that were connected then; with others, the whole pass is computed.
             can_replay = self._recorded_beside == self.slotted.wide_seeds()

@@ -20,7 +20,7 @@ Shapes: k = new units of one seed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -52,12 +52,19 @@ def make_seed(
     order: int = 0,
 ) -> Seed:
     """Build a seed of any blueprint for a place. `modules` are those of the host, by name; only a width seed needs them."""
+    plan = plan_in(place, blueprint, kept)
+    if not plan:
+        return Seed(place, blueprint, random_seed=random_seed, blending=blending)
+    return WidthSeed(place, blueprint, modules, plan, random_seed=random_seed, blending=blending, order=order)
+
+
+def plan_in(place: Place, blueprint: str, kept: Kept) -> tuple[WidePlan, ...]:
+    """Return the parts of a seed of a blueprint in a place, whose units are those beside the kept seeds; () for no width seed."""
     share = get_blueprint(blueprint).share
     if share is None:
-        return Seed(place, blueprint, random_seed=random_seed, blending=blending)
+        return ()
     chain = widened_by(get_blueprint(blueprint), place)
-    plan = plan_of(chain, [units.added(share) for units in chain], kept)
-    return WidthSeed(place, blueprint, modules, plan, random_seed=random_seed, blending=blending, order=order)
+    return plan_of(chain, [units.added(share) for units in chain], kept)
 
 
 def plan_of(chain: Sequence[Units], added: Sequence[int], kept: Kept | None = None) -> tuple[WidePlan, ...]:
@@ -75,6 +82,42 @@ def plan_of(chain: Sequence[Units], added: Sequence[int], kept: Kept | None = No
     )
     seen = kept or {}
     return tuple(WidePlan(name, inputs.get(name, 0), outputs.get(name, 0), *seen.get(name, (0, 0)), axes.get(name)) for name in order)
+
+
+def kept_units(seeds: Iterable[tuple[Sequence[WidePlan], bool]]) -> dict[str, tuple[int, int]]:
+    """Return the inputs and outputs that kept width seeds have added to modules: of those before the first that is not kept.
+
+    `seeds` are the parts of the connected seeds, in the order of their units, and whether each is kept.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    closed: set[str] = set()
+    for plans, is_kept in seeds:
+        if not is_kept:
+            closed |= {plan.module for plan in plans}
+        for plan in plans:
+            if plan.module not in closed:
+                inputs, outputs = found.get(plan.module, (0, 0))
+                found[plan.module] = inputs + plan.inputs, outputs + plan.outputs
+    return found
+
+
+def next_order(orders: Iterable[int]) -> int:
+    """Return the order of a new width seed, whose units come behind those of all that are connected. `orders` are those of all seeds."""
+    return 1 + max((order for order in orders if order < IN_SHADOW), default=0)
+
+
+def why_not_removed(name: str, seeds: Mapping[str, tuple[int, Sequence[WidePlan]]]) -> str:
+    """Return why the seed in a slot cannot be removed yet: another seed reads its units. Return "" if none does.
+
+    `seeds` maps every slot to the order and the parts of its seed; a seed that is no width seed has no parts.
+    """
+    order, plans = seeds[name]
+    modules = {plan.module for plan in plans}
+    for other, (its_order, its_plans) in seeds.items():
+        reads = any(plan.module in modules and (plan.seen_inputs or plan.seen_outputs) for plan in its_plans)
+        if its_order > order and reads:
+            return f"the seed in {other!r} reads its units; remove that one first"
+    return ""
 
 
 class WidePart(nn.Module):
@@ -343,7 +386,7 @@ def widen_to(modules: Mapping[str, nn.Module], shapes: Mapping[str, Sequence[int
             vars(module).update({key: size * wanted[0] // now[0] for key, size in sizes.items()})
 
 
-Block = tuple[Tensor, Optimizer | None, float, tuple[slice, ...]]  # source, its optimiser, factor, and where it goes
+Block = tuple[Tensor, Optimizer | None, float | Tensor, tuple[slice, ...]]  # source, its optimiser, factor, and where it goes
 
 
 def _fold_layer(module: Layer, grown: Sequence[tuple[WidthSeed, Optimizer | None, WidePlan, WidePart]], into: Optimizer | None) -> None:
@@ -359,7 +402,7 @@ def _fold_layer(module: Layer, grown: Sequence[tuple[WidthSeed, Optimizer | None
             if part.new.bias is not None:
                 biases.append((part.new.bias, optimizer, 1.0, (rows,)))
         if part.back is not None:
-            blocks.append((part.back.weight, optimizer, float(seed.alpha), (slice(0, outputs + plan.seen_outputs), columns)))
+            blocks.append((part.back.weight, optimizer, seed.alpha, (slice(0, outputs + plan.seen_outputs), columns)))
         if part.inner is not None:
             blocks.append((part.inner.weight, optimizer, 1.0, (rows, columns)))
         row, column = row + plan.outputs, column + plan.inputs
@@ -404,7 +447,7 @@ def _widen(tensor: Tensor, shape: Sequence[int], blocks: Sequence[Block], into: 
                 moments[own] = value
                 for source, optimizer, factor, where in blocks:
                     if optimizer is not None and source in optimizer.state:
-                        moments[where] = _moments(key, optimizer.state[source], state, optimizer.param_groups[0], factor)
+                        moments[where] = _moments(key, optimizer.state[source], state, optimizer.param_groups[0], float(factor))
                 state[key] = moments
     set_data(tensor, wide)
 
