@@ -124,7 +124,7 @@ class StaticRun:
 
     def __init__(self, setting: Setting, task: Task, net: nn.Module, *, seed: int, epochs: int) -> None:
         self.setting, self.task = setting, task
-        self.flops = add_slots(copy.deepcopy(net), task.example_input).discovery.host.flops  # of a forward pass of one sample
+        self.flops = add_slots(copy.deepcopy(net).cpu(), task.example_input).discovery.host.flops  # of a forward pass of one sample
         self.net = net.to(setting.device)
         self.optimizer = AdamW(self.net.parameters(), lr=setting.work.learning_rate)
         self.scheduler = CosineAnnealingLR(self.optimizer, T_max=epochs)

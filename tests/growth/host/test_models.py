@@ -456,7 +456,7 @@ def test_seeds_in_a_time_first_sequence_do_not_mix_samples(blending: Blending) -
 # Masks and caches
 
 
-WIDER = ("widen_25", "widen_50", "widen_100")
+WIDER = ("widen_25", "widen_50", "widen_100", "widen_300", "widen_700")
 
 
 def offered(slotted: Slotted) -> set[str]:
