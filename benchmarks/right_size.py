@@ -337,6 +337,27 @@ def show(record: Record) -> None:
     print("the grid's best by validation loss:", ", ".join(f"{size}: {count}" for size, count in record["rows"]["grid"]["chosen"].items()))
 
 
+def draw(record: Record, path: Path) -> None:
+    """Draw test accuracy over parameters: the static sizes as a curve, the other arms as points."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    rows = record["rows"]
+    sizes = [row for name, row in rows.items() if name.startswith("x")]
+    axes.plot([row["parameters"] for row in sizes], [row["test_accuracy"] for row in sizes], "o-", color="0.5", label="static sizes")
+    for name, marker in (("grown", "*"), ("longer", "s"), ("final", "D"), ("halving", "^"), ("grid", "P")):
+        if name in rows:
+            row = rows[name]
+            label = f"{name}, {row['gflops']:,.0f} GFLOPs"
+            axes.plot(row["parameters"], row["test_accuracy"], marker, markersize=13 if name == "grown" else 8, label=label)
+    axes.set(
+        xscale="log", xlabel="parameters", ylabel="test accuracy, %", title=f"{record['task']}, means of {rows['grown']['runs']} seeds"
+    )
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=list(WORKS), default="digits")
@@ -349,6 +370,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=2, help="worker processes, of one thread each")
     parser.add_argument("--fresh", action="store_true", help="forget the runs that are in the file already, instead of adding to them")
     parser.add_argument("--out", type=Path, default=RESULTS / "right_size.jsonl")
+    parser.add_argument("--picture", type=Path, help="file for a picture of accuracy over parameters, such as sizes.svg")
     options = parser.parse_args(arguments)
     work = WORKS[options.task]
     sizes = work.sizes if options.sizes is None else {int(times): work.sizes[int(times)] for times in options.sizes.split(",")}
@@ -373,6 +395,8 @@ def main(arguments: list[str] | None = None) -> None:
     record = summary(setting, runs)
     output.write(record)
     show(record)
+    if options.picture is not None:
+        draw(record, options.picture)
 
 
 if __name__ == "__main__":
