@@ -59,18 +59,19 @@ class _Peak:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_grown", [False, True])
-def test_the_estimate_of_kept_memory_is_close_to_the_measured_use(is_grown: bool) -> None:
+@pytest.mark.parametrize("largest", [None, "wide_conv3x3", "widen_100"])
+def test_the_estimate_of_kept_memory_is_close_to_the_measured_use(largest: str | None) -> None:
     """One step of many hosts, with and without the largest seed in every slot."""
-    fleet = make_untrained_fleet(16, config=msgspec.structs.replace(CONFIG, steps_per_decision=1))
+    growth = GrowthConfig(blueprints=("conv3x3", largest or "wide_conv3x3"))
+    fleet = make_untrained_fleet(16, growth, msgspec.structs.replace(CONFIG, steps_per_decision=1))
     fleet.reset({row: HostConfig(seed=row) for row in range(16)})
-    if is_grown:
-        grown = Decision(tuple(Germinate(slot, "", "wide_conv3x3") for slot in SLOTS))
+    if largest:
+        grown = Decision(tuple(Germinate(slot, "", largest) for slot in SLOTS))
         fleet.decide({row: grown for row in range(16)})
     with _Peak() as peak:
         fleet.advance()
     memory = fleet.memory_per_host()
-    said = memory.step + (memory.seeds if is_grown else 0)
+    said = memory.step + (memory.seeds if largest else 0)
     assert 0.5 * said < peak.total / 16 < 1.2 * said
 
 

@@ -8,7 +8,7 @@ module behind a submodule of the host, with an optimiser of its own. A fleet has
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -44,15 +44,28 @@ OnStage = Callable[[str, str, Stage, str], None]  # slot, blueprint, stage, reas
 AnyBackend = TypeVar("AnyBackend", bound=SlotBackend)
 
 
-def options_for(place: Place, config: GrowthConfig) -> tuple[Blueprint, ...]:
-    """Return the blueprints that may grow in a place.
+class Option(NamedTuple):
+    """A blueprint that may grow in a place, and the names of the units that it widens there."""
+
+    name: str
+    widened: tuple[str, ...]
+
+
+def options_for(place: Place, config: GrowthConfig) -> tuple[Option, ...]:
+    """Return what may grow in a place.
 
     There are none in a causal place, or where a seed must treat every position alone, if seeds blend by a gate: a gate reads all positions.
     Units can be added only by the blending "add": otherwise they would not become a part of the layers.
     """
     is_closed = (place.is_causal or bool(place.alone)) and config.lifecycle.blending == "gate"
-    found = () if is_closed else blueprints_for(place, config.blueprints)
-    return found if config.lifecycle.blending == "add" else tuple(blueprint for blueprint in found if blueprint.share is None)
+    fitting = () if is_closed else blueprints_for(place, config.blueprints)
+    options = []
+    for blueprint in fitting:
+        if blueprint.share is None:
+            options.append(Option(blueprint.name, ()))
+        elif config.lifecycle.blending == "add":
+            options.append(Option(blueprint.name, tuple(units.name for units in widened_by(blueprint, place))))
+    return tuple(options)
 
 
 class SlotLifecycles(Generic[AnyBackend]):
@@ -69,9 +82,7 @@ class SlotLifecycles(Generic[AnyBackend]):
         self.unit = 1.0  # unit of the loss, see LossRange
         self._on_stage = on_stage
         self._streams = Streams(config.seed)
-        self.options: dict[str, tuple[Blueprint, ...]] = {
-            name: options_for(backend.place, config) for name, backend in self.backends.items()
-        }
+        self.options: dict[str, tuple[Option, ...]] = {name: options_for(backend.place, config) for name, backend in self.backends.items()}
         self._prices: dict[tuple[str, str], tuple[Blueprint, Cost]] = {}  # cache of `price`, by slot and blueprint
         self._positions = {name: backend.place.positions for name, backend in self.backends.items()}
 
@@ -444,13 +455,12 @@ class SlotLifecycles(Generic[AnyBackend]):
         """Return the blueprints that fit the slot and the rest of the budget."""
         positions = self._positions[name]
         found = []
-        for blueprint in self.options[name]:
-            cost = self.price(name, blueprint.name)
+        for option in self.options[name]:
+            cost = self.price(name, option.name)
             if allowed.refusal(cost) is None:
                 rent = self.unit * marginal_rent(cost, added, self.host, self.config.rent)
-                wider = () if blueprint.share is None else tuple(units.name for units in widened_by(blueprint, self.backends[name].place))
-                promise, load = promises.get((name, blueprint.name)), cost.parameters / positions
-                found.append(Candidate(blueprint.name, cost, rent, promise, load, wider))
+                promise, load = promises.get((name, option.name)), cost.parameters / positions
+                found.append(Candidate(option.name, cost, rent, promise, load, option.widened))
         return tuple(found)
 
     # State
