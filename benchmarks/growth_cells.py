@@ -35,12 +35,12 @@ from esper.growth import Controller, GrowthConfig, Planned, grow
 from esper.growth.config import GovernorConfig
 from esper.rng import Streams
 from esper.statistics import student_interval
-from esper.tasks import Split, Task, load_task
+from esper.tasks import BatchLoader, Split, Task, load_task
 from esper.tasks.digits_1d import make_series
 from growth_runs import mean, print_table, run_all, seeds_of
 from records import RESULTS, Output, Record
 
-SAMPLES = (250, 1_000, 4_000)
+SAMPLES = (250, 2_000)
 NOISE = (0.0, 0.3)
 WIDTHS = {"starved": 2, "right": 10, "over-sized": 20}
 EPOCHS, LEARNING_RATE = 24, 0.01
@@ -98,7 +98,7 @@ def run_one(cell: Cell, arm: str, seed: int, epochs: int, large_on: str) -> list
     result = grow(
         task.make_host(f"{width}-{2 * width}-{4 * width}", seed=seed).to(device),
         task.train_loader(seed=seed, device=device),
-        task.val_loader(device=device),
+        BatchLoader(task.validation.inputs.to(device), task.validation.targets.to(device), batch_size=VALIDATION // 10),
         loss_fn=task.loss_fn,
         epochs=epochs,
         optimizer=partial(AdamW, lr=LEARNING_RATE),

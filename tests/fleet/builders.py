@@ -219,7 +219,7 @@ def train_alone(
         optimizer=optimizer,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=setting.horizon),
         controller=controller,
-        keep="last",  # as a fleet does
+        keep=config.keep,
         config=msgspec.structs.replace(growth, seed=setting.growth_seed, rent=setting.rent),
     )
 

@@ -36,6 +36,8 @@ class FleetConfig(Config):
     accumulate: PositiveInt = 1
     """Number of parts that a batch is cut into. The parts are computed one after another, and one step follows the mean of their gradients,
     so activations take that many times less memory. A batch norm sees each part as a batch, and a probe counts each part as a step."""
+    keep: Literal["best", "last"] = "last"
+    """The result of a host: its last state, or the one with the lowest validation loss, whose weights are then held on the device."""
     checkpoint: bool = False
     """Recompute the activations inside a block of a host in the backward pass instead of keeping them. A block is a submodule with children
     and without slots inside, all of whose parts have a lowering. Other modules, and seeds, keep their activations."""

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from esper.fleet.config import FleetConfig, FleetError, HostConfig, check_state
 from esper.fleet.data import FleetData, TaskTensors, placed_inputs, rounded_inputs
 from esper.fleet.device import Reading, Repeater, on_gpu, upload
-from esper.fleet.hosts import Host, PendingCopies, RowBackend, RowRecovery, RowSnapshots, fitted
+from esper.fleet.hosts import Host, PendingCopies, RowBackend, RowBestStates, RowRecovery, RowSnapshots, fitted
 from esper.fleet.measure import Samples, are_finite, contributions, losses_of, losses_without, mean_losses, probes_of
 from esper.fleet.memory import Memory, check_fits, explained, free_bytes, seed_bytes, state_bytes, step_bytes, width_bytes
 from esper.fleet.optimizers import SGD, AdamW
@@ -127,8 +127,8 @@ class Fleet:
         self.seed_storages = {
             name: SeedStorage(self.places[name], kinds, formations.modules, hosts=hosts, make=make) for name, kinds in seed_kinds.items()
         }  # in the order in which the slots run, those that open behind kept seeds included
-        self._snapshots = RowSnapshots(self.tensors, self.growth.governor.keep)
-        self._pending = PendingCopies()
+        self._snapshots, self._pending = RowSnapshots(self.tensors), PendingCopies()
+        self._best, self._pending_best = RowSnapshots(self._trained_tensors), PendingCopies()  # with FleetConfig(keep="best")
         self.samples = self._samples(tensors.validation, self.config.validation_samples)
         self.rows: list[Host] = [self._new_host(row, HostConfig()) for row in range(hosts)]
         self.samples_trained = 0  # by all hosts together
@@ -141,6 +141,11 @@ class Fleet:
         for slot, storage in self.seed_storages.items():
             parts |= {f"{slot} {name}": tensor for name, tensor in storage.tensors.items()}
         return parts
+
+    def _trained_tensors(self) -> dict[str, Tensor]:
+        """Return the weights and buffers of hosts and seeds, the part of the state on which losses depend."""
+        kinds = ("weights", "constants", "buffers")  # second words of the names
+        return {name: tensor for name, tensor in self.tensors().items() if name.split()[1] in kinds}
 
     @property
     def steps_per_decision(self) -> int:
@@ -176,8 +181,11 @@ class Fleet:
 
     @property
     def _copies(self) -> int:
-        """Number of copies of a host's state: the storage, the compact copy that trains, and the snapshots."""
-        return 2 + self.growth.governor.keep
+        """Number of copies of a host's state: the storage, the compact copy that trains, the snapshots, and all best states together.
+
+        There is mostly one best state, rarely more than three. They have no moments, which are two thirds of a state.
+        """
+        return 2 + self.growth.governor.keep + (self.config.keep == "best")
 
     def _step_bytes(self, template: nn.Module, tensors: TaskTensors, *, wider: tuple[Formations, WidthKind] | None = None) -> int:
         """Return the bytes of a training step of one host, with a width seed where one is given."""
@@ -236,7 +244,8 @@ class Fleet:
         scale = LossRange.of(self.task.uninformed_loss, loss_range=growth.loss_range)
         host_growth = HostGrowth(backends, growth, host=self.discovery.host, load=self.discovery.load, epochs=setting.horizon, scale=scale)
         recovery = RowRecovery(row, host_growth.lifecycles, host_growth.governor, self._pending, self.growth.governor.keep)
-        return Host(setting, host_growth, recovery)
+        best_states = RowBestStates(row, host_growth.ledger, self._pending_best) if self.config.keep == "best" else None
+        return Host(setting, host_growth, recovery, best_states)
 
     def _open_slot(self, place: Place) -> SeedStorage:
         """Return the storage of the slot at a place. Make it if it is the first slot of any host that opens there behind a kept seed."""
@@ -289,13 +298,23 @@ class Fleet:
             raise FleetError(f"no host {unknown[0]}; a fleet of {self.hosts} has the hosts 0 to {self.hosts - 1}")
 
     def finish(self, rows: Iterable[int]) -> None:
-        """End the training of these hosts: prune all seeds that were not kept."""
+        """End the training of these hosts: prune all seeds that were not kept, and restore the best states with `keep="best"`."""
         over = list(rows)
         for row in over:
             lifecycles = self.rows[row].host_growth.lifecycles
             for name in lifecycles.living():
                 lifecycles.prune(name, "the training is over and it has not earned its place")
+        if self.config.keep == "best":
+            self._restore_best([row for row in over if self.rows[row].recovery.has_begun])
         self._emit_events(over)
+
+    def _restore_best(self, rows: list[int]) -> None:
+        """Evaluate these hosts without the seeds that were just pruned, and go back to their best states where these are better."""
+        last_losses = self.validation_losses().tolist()
+        for row in rows:
+            self.rows[row].note_validation(samples=len(self.samples), passes=1)
+            self.rows[row].restore_best(last_losses[row])
+        self._pending_best.carry_out(self._best)
 
     # Training
 
@@ -430,6 +449,7 @@ class Fleet:
             host.recovery.is_finite = bool(is_finite[position])
             host.end_epoch(chunks[position], Losses(validation[position], sizes), without[position], promises.get(position))
         self._pending.carry_out(self._snapshots)
+        self._pending_best.carry_out(self._best)
 
     # Saving
 
@@ -441,6 +461,7 @@ class Fleet:
         return {
             "tensors": self.tensors(),
             "snapshots": self._snapshots.state_dict(),
+            "best": self._best.state_dict(),
             "rows": [host.state_dict() for host in self.rows],
             "data": self.data.state_dict(),
             "samples_trained": self.samples_trained,
@@ -467,6 +488,7 @@ class Fleet:
                 saved_tensor = state["tensors"].get(name)
                 tensor.copy_(fitted(None if saved_tensor is None else saved_tensor.to(tensor), tensor))
         self._snapshots.load_state_dict(state["snapshots"])
+        self._best.load_state_dict(state.get("best", {}))  # missing in files of earlier versions
         self.data.load_state_dict(state["data"])
         self.samples_trained = state["samples_trained"]
 

@@ -3,6 +3,7 @@
 - `RowBackend`: one slot of one host, as the lifecycle of the slot sees it. Its seed is a row of a `SeedStorage`.
 - `RowSnapshots`: copies of all rows on the device. Taking a snapshot of some hosts, or going back to it, copies their rows.
 - `RowRecovery`: the snapshots of one host, with the part of its state that is not tensors.
+- `RowBestStates`: the states of one host that may turn out to be its best one, likewise.
 - `PendingCopies`: the rows to copy, collected from all hosts and copied together.
 - `Host`: setting, growth, recovery and costs of one host.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, Protocol
 
 import msgspec
@@ -24,11 +26,13 @@ from torch.nn import functional as F
 from esper.fleet.config import HostConfig
 from esper.fleet.device import upload
 from esper.gradients import GradientStats
+from esper.growth.events import BestRestored
 from esper.growth.host.layout import Place
 from esper.growth.lifecycle.backend import Life, SeedPlan, SlotBackend
 from esper.growth.lifecycle.governor import Governor
 from esper.growth.lifecycle.host_growth import HostGrowth
-from esper.growth.lifecycle.recovery import Snapshot, SnapshotHistory
+from esper.growth.lifecycle.ledger import Ledger
+from esper.growth.lifecycle.recovery import BestStates, Snapshot, SnapshotHistory, left_out_words
 from esper.growth.lifecycle.slots import SlotLifecycles
 from esper.growth.lifecycle.stages import Contribution, Decision, Stage
 from esper.growth.measure.contribution import Losses, gain_of
@@ -145,6 +149,11 @@ class RowBackend(SlotBackend):
             "order": self.order,
         }
 
+    def state_if_kept(self) -> dict[str, Any]:
+        if self._is_connected:
+            return self.seed_state() | {"norms": [], "skipped": 0}
+        return {"has_seed": False, "is_connected": False, "alpha": 0.0, "norms": [], "skipped": 0, "wide": [], "order": 0}
+
     def load_seed_state(self, state: dict[str, Any], life: Life) -> None:
         self._has_seed, self._is_connected, self._alpha = state["has_seed"], state["is_connected"], state["alpha"]
         self.norms = list(state["norms"])
@@ -153,27 +162,26 @@ class RowBackend(SlotBackend):
 
 
 class RowSnapshots:
-    """`keep` copies of the tensors that `live()` returns, [N, ...] each, allocated when first needed.
+    """Numbered copies of the tensors that `live()` returns, [N, ...] each, allocated when first needed.
 
     The tensors may have become wider since a copy was made. A row then fits into the first columns.
     """
 
-    def __init__(self, live: Callable[[], Mapping[str, Tensor]], keep: int) -> None:
-        self.live, self.keep = live, keep
-        self._copies: list[dict[str, Tensor] | None] = [None] * keep
+    def __init__(self, live: Callable[[], Mapping[str, Tensor]]) -> None:
+        self.live = live
+        self._copies: dict[int, dict[str, Tensor]] = {}
 
     def take(self, places: Mapping[int, int]) -> None:
         """Copy rows into snapshots: `places` maps a row to the number of the copy."""
         for number, rows in _by_copy(places):
-            live, copy = self.live(), self._copies[number] or {}
+            live, copy = self.live(), self._copies.get(number, {})
             self._copies[number] = {name: fitted(copy.get(name), tensor) for name, tensor in live.items()}
-            self._move(live, self._copies[number] or {}, rows)
+            self._move(live, self._copies[number], rows)
 
     def restore(self, places: Mapping[int, int]) -> None:
         """Copy rows back from snapshots: `places` maps a row to the number of the copy."""
         for number, rows in _by_copy(places):
             live, copy = self.live(), self._copies[number]
-            assert copy is not None
             self._move({name: fitted(copy.get(name), tensor) for name, tensor in live.items()}, live, rows)
 
     @staticmethod
@@ -184,10 +192,10 @@ class RowSnapshots:
             target[name].index_copy_(0, index, tensor.index_select(0, index))
 
     def state_dict(self) -> dict[str, Any]:
-        return {str(number): dict(copy) for number, copy in enumerate(self._copies) if copy is not None}
+        return {str(number): dict(copy) for number, copy in self._copies.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        self._copies = [None] * self.keep
+        self._copies = {}
         for number, copy in state.items():
             own = {name: tensor.to(live) for name, live in self.live().items() if (tensor := copy.get(name)) is not None}
             self._copies[int(number)] = {name: fitted(own.get(name), live).clone() for name, live in self.live().items()}
@@ -258,6 +266,26 @@ class RowRecovery(SnapshotHistory):
         self.clock, self.is_finite = state["clock"], state["is_finite"]
 
 
+class RowBestStates(BestStates):
+    """The states of one host that may turn out to be its best one. Copies of its rows are requested in `pending`."""
+
+    def __init__(self, row: int, ledger: Ledger, pending: PendingCopies) -> None:
+        super().__init__(ledger)
+        self.row, self.pending = row, pending
+
+    def note(self, lifecycles: SlotLifecycles[RowBackend], val_loss: float) -> None:
+        """Hold the present state if it may turn out to be the best one. Its weights must be finite."""
+        new = self.candidate(lifecycles, val_loss, {})
+        if new is not None:
+            self.take(replace(new, state={"garden": lifecycles.state_if_kept()}))
+
+    def _store(self, state: dict[str, Any], over: dict[str, Any] | None) -> dict[str, Any]:
+        taken = {one.state["copy"] for one in self._states}
+        copy = over["copy"] if over else next(number for number in count() if number not in taken)
+        self.pending.snapshots[self.row] = copy
+        return {**state, "copy": copy}
+
+
 class PendingCopies:
     """Snapshots and restores requested by the hosts, each row -> number of the copy, made together by `carry_out`."""
 
@@ -280,6 +308,7 @@ class Host:
     setting: HostConfig
     host_growth: HostGrowth[RowBackend]
     recovery: RowRecovery
+    best_states: RowBestStates | None  # None: the result is the last state
     is_given_up: bool = False  # because the governor rolled it back too many times in a row
     wants_probe: bool = False  # whether candidates are probed before the next decision
     validation_flops: int = 0  # FLOPs of all measurements; `history.flops` includes them
@@ -358,6 +387,20 @@ class Host:
             self.is_given_up = host_growth.governor.rollbacks_in_a_row > host_growth.config.governor.max_rollbacks
         else:
             host_growth.settle(verdict, chunks, self.recovery)
+            if self.best_states is not None and self.recovery.is_finite:
+                self.best_states.note(host_growth.lifecycles, validation.mean)
+
+    def restore_best(self, last_loss: float) -> None:
+        """Go back to the best state, unless the present one, with a validation loss of `last_loss`, is at least as good."""
+        best, growth = None if self.best_states is None else self.best_states.best(), self.host_growth
+        if self.best_states is None or best is None or last_loss <= best.val_loss:
+            return
+        growth.lifecycles.load_state_dict(best.state["garden"])
+        self.best_states.pending.restores[self.best_states.row] = best.state["copy"]
+        left_out = growth.lifecycles.note_left_out(left_out_words(best))
+        growth.emit(
+            BestRestored(epoch=best.epoch, val_loss=best.val_loss, last_epoch=growth.epoch, last_val_loss=last_loss, left_out=left_out)
+        )
 
     # Saving
 
@@ -369,6 +412,7 @@ class Host:
             "garden": self.host_growth.lifecycles.state_dict(),
             "judge": self.host_growth.governor.state_dict(),
             "recovery": self.recovery.state_dict(),
+            "best_states": [] if self.best_states is None else self.best_states.state_dict(),
             "is_given_up": self.is_given_up,
             "wants_probe": self.wants_probe,
             "validation_flops": self.validation_flops,
@@ -380,6 +424,8 @@ class Host:
         self.host_growth.lifecycles.load_state_dict(state["garden"])
         self.host_growth.governor.load_state_dict(state["judge"])
         self.recovery.load_state_dict(state["recovery"])
+        if self.best_states is not None:
+            self.best_states.load_state_dict(state.get("best_states", []))  # missing in files of earlier versions
         self.is_given_up, self.wants_probe = state["is_given_up"], state["wants_probe"]
         self.validation_flops = state["validation_flops"]
         self.seed_flops = {number: flops for number, flops in state["seed_flops"]}

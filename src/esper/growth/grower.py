@@ -57,7 +57,7 @@ from esper.growth.host.units import layer_of, part_of
 from esper.growth.lifecycle.governor import Diverged, LossRange
 from esper.growth.lifecycle.host_growth import HostGrowth, ask_gate, epoch_ended
 from esper.growth.lifecycle.ledger import LEDGER_HEADING, Step, ledger_rows
-from esper.growth.lifecycle.recovery import Recovery
+from esper.growth.lifecycle.recovery import Recovery, left_out_words
 from esper.growth.lifecycle.slots import ModuleBackend, make_backends
 from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, Shrink, Stage
 from esper.growth.measure.contribution import AlphaSearch, Evaluate, Measurement, modes_kept, search_alpha
@@ -441,9 +441,7 @@ class Grower:
             return None
         self._stop_watching(discard=True)
         self._recovery.restore(best.state)
-        left_out = self.lifecycles.note_left_out(
-            f"taken out: the validation loss was lowest, {figure(best.val_loss)}, after epoch {best.epoch}, when it was not connected"
-        )
+        left_out = self.lifecycles.note_left_out(left_out_words(best))
         self._metrics = best.metrics
         self._restored = BestRestored(
             epoch=best.epoch, val_loss=best.val_loss, last_epoch=self.epoch, last_val_loss=last_loss, left_out=left_out

@@ -150,5 +150,9 @@ class SlotBackend(ABC):
         """Return the weights, optimiser state and alpha of the seed; `life` is saved separately."""
 
     @abstractmethod
+    def state_if_kept(self) -> dict[str, Any]:
+        """Return the state of the seed as if it were kept, without its optimiser; that of an empty slot if it is not connected."""
+
+    @abstractmethod
     def load_seed_state(self, state: dict[str, Any], life: Life) -> None:
         """Restore the seed. `life` belongs to `state`; `self.life` is still the previous one, and the caller replaces it afterwards."""

@@ -42,10 +42,11 @@ from esper.growth.host.isolation import is_expanded
 from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.governor import Governor
 from esper.growth.lifecycle.ledger import Ledger
-from esper.growth.lifecycle.slots import ModuleBackend, SlotLifecycles, first_slots
+from esper.growth.lifecycle.slots import AnyBackend, ModuleBackend, SlotLifecycles, first_slots
 from esper.growth.lifecycle.stages import Stage
 from esper.growth.seeds.seed import nested
 from esper.runs.tensors import Tree
+from esper.text_table import figure
 
 State = dict[str, Any]
 
@@ -211,6 +212,11 @@ class BestState:
     state: State
 
 
+def left_out_words(best: BestState) -> str:
+    """Return why a kept seed is not in the best state, which was restored."""
+    return f"taken out: the validation loss was lowest, {figure(best.val_loss)}, after epoch {best.epoch}, when it was not connected"
+
+
 class BestStates:
     """The states that may turn out to be the best one of a run: that with the lowest validation loss whose seeds are all kept in the end.
 
@@ -218,6 +224,8 @@ class BestStates:
     held beside a worse one without them, and dropped when one of its seeds is pruned or rolled back. Of two states, the worse one is
     dropped if it depends on all verdicts that the better one depends on. So there is at most one state more than there are seeds on
     trial. They are in CPU memory, and a new state reuses the memory of one that it replaces.
+
+    `_store(state, over)` returns the form in which a state is kept, as in `SnapshotHistory`.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -229,16 +237,28 @@ class BestStates:
         """Bytes of all stored tensors."""
         return sum(tensor.nbytes for one in self._states for tensor in _tensors(one.state))
 
-    def may_be_best(self, new: BestState) -> bool:
-        """Return whether a state may turn out to be the best one. Its `state` is not read."""
-        return new in self._chosen(new)
+    def candidate(self, lifecycles: SlotLifecycles[AnyBackend], val_loss: float, metrics: dict[str, float]) -> BestState | None:
+        """Return the present state if it may turn out to be the best one, still without its `state`; None if it cannot.
+
+        It cannot while alpha of a connected seed is still moving.
+        """
+        connected = [backend.life for backend in lifecycles.backends.values() if backend.is_connected]
+        if not math.isfinite(val_loss) or any(life.stage is Stage.BLENDING for life in connected):
+            return None
+        seeds = tuple(life.number for life in connected if life.number is not None)
+        new = BestState(lifecycles.epoch, val_loss, metrics, seeds, {})
+        return new if new in self._chosen(new) else None
 
     def take(self, new: BestState) -> None:
         """Copy a state that may turn out to be the best, and drop those that it makes superfluous."""
         chosen = self._chosen(new)
         gone = [one for one in self._states if one not in chosen]
         self._states = [one for one in chosen if one is not new]
-        self._states.append(replace(new, state=copy_of(new.state, over=gone[-1].state if gone else None)))
+        self._states.append(replace(new, state=self._store(new.state, gone[-1].state if gone else None)))
+
+    def _store(self, state: State, over: State | None) -> State:
+        stored: State = copy_of(state, over=over)
+        return stored
 
     def _chosen(self, new: BestState) -> list[BestState]:
         """Return the states that may turn out to be the best, among those that are held and a new one."""
@@ -315,16 +335,12 @@ class Recovery:
         self._held = {id(parameter) for parameter in changing.values()}
 
     def note_best(self, val_loss: float, metrics: dict[str, float]) -> None:
-        """Hold the present state if it may turn out to be the best one. Call it at the end of an epoch, before anything is decided.
+        """Hold the present state if it may turn out to be the best one and its weights are finite.
 
-        A state in which alpha of a connected seed is still moving, or with a weight that is not finite, is not held.
+        Call it at the end of an epoch, before anything is decided.
         """
-        connected = [backend.life for backend in self.lifecycles.backends.values() if backend.is_connected]
-        if not math.isfinite(val_loss) or any(life.stage is Stage.BLENDING for life in connected):
-            return
-        seeds = tuple(life.number for life in connected if life.number is not None)
-        new = BestState(self.lifecycles.epoch, val_loss, metrics, seeds, {})
-        if self.best_states.may_be_best(new) and self.has_finite_weights():
+        new = self.best_states.candidate(self.lifecycles, val_loss, metrics)
+        if new is not None and self.has_finite_weights():
             self.hold_moving()
             changing = {name: parameter for name, parameter in self.host.named_parameters() if self._changes(name, parameter)}
             state = {**self._parameters_and_buffers(changing), "garden": self.lifecycles.state_if_kept()}

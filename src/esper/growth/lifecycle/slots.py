@@ -470,14 +470,14 @@ class SlotLifecycles(Generic[AnyBackend]):
 
     def state_if_kept(self) -> dict[str, Any]:
         """Return the state as if all connected seeds were kept and no others had grown, without the optimisers of the seeds."""
-        state = self.state_dict()
+        state = {}
         for name, backend in self.backends.items():
             life = backend.life
             if backend.is_connected:
                 life = msgspec.structs.replace(life, stage=Stage.FOSSILIZED)
             elif life.stage in OCCUPIED:
-                life, state[name]["seed"] = Life(tried=life.tried), None
-            state[name] |= {"life": msgspec.to_builtins(life), "learner": None, "search": None}
+                life = Life(tried=life.tried)
+            state[name] = {"life": msgspec.to_builtins(life), **backend.state_if_kept()}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -610,6 +610,10 @@ class ModuleBackend(SlotBackend):
             "is_connected": self.slot.is_connected,
             "search": None if self.learner is None or self.learner.search is None else self.learner.search.state_dict(),
         }
+
+    def state_if_kept(self) -> dict[str, Any]:
+        seed = dict(self.slot.seed.state_dict()) if self.slot.seed is not None and self.slot.is_connected else None
+        return {"seed": seed, "learner": None, "alpha": self.slot.alpha, "is_connected": self.slot.is_connected, "search": None}
 
     def load_seed_state(self, state: dict[str, Any], life: Life) -> None:
         if state["seed"] is None:
