@@ -1,11 +1,11 @@
 """Whether the heuristic grows where growing pays, and leaves other hosts alone: cells of data and hosts.
 
     python benchmarks/growth_cells.py
-    python benchmarks/growth_cells.py --jobs 15 --large-on cuda
+    python benchmarks/growth_cells.py --device cuda --jobs 6
 
 A cell is a number of training samples, a share of wrong labels, and a starting width (starved, right, over-sized). The data are those of
-the task digits-1d, which can be drawn in any number: every net of a cell has its own training and validation part, of which it uses no
-other net's samples, and all are tested on the same part. Wrong labels are in all parts. Arms, paired over nets:
+the task digits-1d, which can be drawn in any number. Every net of a cell has its own training samples, drawn from a large pool; all share
+a validation and a test part. Wrong labels are in all parts. All runs of a cell are the rows of one fleet. Arms, paired over nets:
 
     heuristic   as the heuristic decides
     never       the host never grows
@@ -22,30 +22,33 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 import torch
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from esper.growth import Controller, GrowthConfig, Planned, grow
+from esper.fleet import Fleet, FleetConfig, HostConfig
+from esper.growth import Controller, GrowthConfig, Planned
 from esper.growth.config import GovernorConfig
+from esper.growth.controllers.baselines import make_controller
 from esper.rng import Streams
 from esper.statistics import student_interval
-from esper.tasks import BatchLoader, Split, Task, load_task
+from esper.tasks import Split, Task, load_task
 from esper.tasks.digits_1d import make_series
 from growth_runs import mean, print_table, run_all, seeds_of
 from records import RESULTS, Output, Record
 
-SAMPLES = (250, 2_000)
+SAMPLES = (250, 1_000)
 NOISE = (0.0, 0.3)
-WIDTHS = {"starved": 2, "right": 10, "over-sized": 20}
-EPOCHS, LEARNING_RATE = 24, 0.01
+WIDTHS = {"starved": 2, "right": 6, "over-sized": 12}
+STEPS, EPOCHS, LEARNING_RATE = 40, 24, 0.01  # STEPS: of an epoch, but batches have 25 samples at least
 GROWN_AT = 2  # epochs after which the plans grow: the first look of the heuristic
-VALIDATION, TEST = 500, 2_000  # samples
+POOL = 16  # times the samples of a net
+VALIDATION, TEST = 1_000, 4_000  # samples
 ARMS = ("heuristic", "never", "wide", "wider", "both")
 
 
@@ -63,64 +66,75 @@ class Cell:
     def about(self) -> Record:
         return {"samples": self.samples, "noise": self.noise, "host": self.host}
 
-    def load(self, seed: int) -> Task:
-        """Return the task of a net."""
-        task = load_task("digits-1d")
-        streams = Streams(seed)
+    @property
+    def batch(self) -> int:
+        return max(self.samples // STEPS, 25)
 
-        def part(name: str, count: int, streams: Streams) -> Split:
+    def load(self) -> Task:
+        """Return the task, with the pool of samples as its training part."""
+        streams = Streams(0)
+
+        def part(name: str, count: int) -> Split:
             drawn = make_series(count, streams.numpy(name))
             wrong = torch.from_numpy(streams.numpy(f"wrong labels of {name}").random(count) < self.noise)
             other = torch.from_numpy(streams.numpy(f"other labels of {name}").integers(0, 10, count))
             return Split(drawn.inputs, torch.where(wrong, other, drawn.targets))
 
-        batch = max(self.samples // 40, 25)
-        train, validation = part("train", self.samples, streams), part("validation", VALIDATION, streams)
-        return replace(task, train=train, validation=validation, test=part("test", TEST, Streams(10**6)), batch_size=batch)
+        train, validation, test = part("train", POOL * self.samples), part("validation", VALIDATION), part("test", TEST)
+        return replace(load_task("digits-1d"), train=train, validation=validation, test=test, batch_size=self.batch)
 
 
 CELLS = [Cell(*values) for values in itertools.product(SAMPLES, NOISE, WIDTHS)]
 
 
-def controller(arm: str) -> Controller | str:
+def make(arm: str, growth: GrowthConfig) -> Controller:
     deep = [(GROWN_AT, f"blocks.{number}", "double_conv3x3") for number in (1, 2)]
     plans = {
         "wide": [(GROWN_AT, "blocks.0", "widen_100_chain")],
         "wider": [(GROWN_AT, "blocks.0", "widen_300_chain")],
         "both": [(GROWN_AT, "blocks.0", "widen_300_chain"), *deep],
     }
-    return Planned(plans[arm]) if arm in plans else arm
+    return Planned(plans[arm]) if arm in plans else make_controller(arm, growth)
 
 
-def run_one(cell: Cell, arm: str, seed: int, epochs: int, large_on: str) -> list[Record]:
-    task, width = cell.load(seed), WIDTHS[cell.host]
-    device = large_on if cell.host == "over-sized" else "cpu"
-    result = grow(
-        task.make_host(f"{width}-{2 * width}-{4 * width}", seed=seed).to(device),
-        task.train_loader(seed=seed, device=device),
-        BatchLoader(task.validation.inputs.to(device), task.validation.targets.to(device), batch_size=VALIDATION // 10),
-        loss_fn=task.loss_fn,
-        epochs=epochs,
-        optimizer=partial(AdamW, lr=LEARNING_RATE),
-        scheduler=partial(CosineAnnealingLR, T_max=epochs),
-        controller=controller(arm),
-        config=GrowthConfig(seed=seed, governor=GovernorConfig(uninformed_loss=task.uninformed_loss)),
+def run_cell(cell: Cell, wanted: Sequence[tuple[str, int]], epochs: int, device: str) -> list[Record]:
+    """Train these (arm, seed of the net) as the rows of one fleet."""
+    began, task, width = time.perf_counter(), cell.load(), WIDTHS[cell.host]
+    growth = GrowthConfig(governor=GovernorConfig(uninformed_loss=task.uninformed_loss))
+    config = FleetConfig(
+        batch_size=cell.batch, steps_per_decision=cell.samples // cell.batch, validation_batch=VALIDATION // 10, keep="best"
     )
-    found = task.evaluate(result.model, task.test_loader(device=device))
+    make_host = partial(_make_host, task, width)
+    fleet = Fleet(task, make_host, hosts=len(wanted), growth=growth, config=config, device=device)
+    hosts = {"horizon": epochs, "learning_rate": LEARNING_RATE, "data_share": 1 / POOL}
+    fleet.reset({row: HostConfig(seed=seed, growth_seed=seed, **hosts) for row, (_, seed) in enumerate(wanted)})
+    controllers = [make(arm, growth) for arm, _ in wanted]
+    rows = fleet.training()
+    while rows:
+        fleet.decide({row: controllers[row].decide(fleet.state(row)) for row in rows})
+        rows = fleet.advance()
+    fleet.finish(range(len(wanted)))
+    losses, val_losses = fleet.losses(task.test).tolist(), fleet.validation_losses().tolist()
+    seconds = (time.perf_counter() - began) / len(wanted)
     return [
         {
             **cell.about,
             "arm": arm,
             "seed": seed,
             "epochs": epochs,
-            "test_loss": found.loss,
-            "test_accuracy": 100 * found.accuracy,
-            "val_loss": result.val_loss,
-            "parameters": sum(parameter.numel() for parameter in result.model.parameters()),
-            "gflops": result.gflops,
-            "seeds": seeds_of(result.ledger),
+            "test_loss": losses[row],
+            "val_loss": val_losses[row],
+            "parameters": (host := fleet.rows[row].host_growth).lifecycles.host.parameters + host.lifecycles.added().parameters,
+            "gflops": host.history.flops / 1e9,
+            "seconds": seconds,
+            "seeds": seeds_of(host.ledger),
         }
+        for row, (arm, seed) in enumerate(wanted)
     ]
+
+
+def _make_host(task: Task, width: int, seed: int) -> torch.nn.Module:
+    return task.make_host(f"{width}-{2 * width}-{4 * width}", seed=seed)
 
 
 # Comparing
@@ -184,7 +198,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--first-seed", type=int, default=0, help="of the nets, to choose rules on other nets than they are judged by")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--cells", type=int, help="only the first so many")
-    parser.add_argument("--large-on", default="cpu", help="device for the over-sized hosts")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=2, help="worker processes, of one thread each")
     parser.add_argument("--fresh", action="store_true", help="forget the runs that are in the file already, instead of adding to them")
     parser.add_argument("--out", type=Path, default=RESULTS / "growth_cells.jsonl")
@@ -193,12 +207,11 @@ def main(arguments: list[str] | None = None) -> None:
     output = Output(options.out, resume=not options.fresh)
     runs = [run for run in output.earlier if "arm" in run and run["epochs"] == options.epochs and run["seed"] in seeds]
     have = {(run["samples"], run["noise"], run["host"], run["arm"], run["seed"]) for run in runs}
-    wanted = [(cell, arm, seed) for cell in reversed(cells) for seed in seeds for arm in ARMS]
-    jobs = [
-        partial(run_one, cell, arm, seed, options.epochs, options.large_on)
-        for cell, arm, seed in wanted
-        if (cell.samples, cell.noise, cell.host, arm, seed) not in have
-    ]
+    jobs = []
+    for cell in reversed(cells):  # the long ones first
+        missing = [(arm, seed) for seed in seeds for arm in ARMS if (cell.samples, cell.noise, cell.host, arm, seed) not in have]
+        if missing:
+            jobs.append(partial(run_cell, cell, missing, options.epochs, options.device))
     runs += run_all(jobs, processes=options.jobs, output=output)
     record = summary(runs, cells, options.epochs)
     output.write(record)

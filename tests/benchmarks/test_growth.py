@@ -178,16 +178,29 @@ def test_the_plan_of_a_cell_is_chosen_on_its_other_nets() -> None:
     assert found == [3.0, 1.0, 1.0]
 
 
-def test_nets_of_a_cell_have_data_of_their_own_and_one_test_part() -> None:
-    cell = growth_cells.Cell(250, 0.3, "starved")
-    first, second = cell.load(0), cell.load(1)
-    assert len(first.train) == 250
-    assert not torch.equal(first.train.inputs, second.train.inputs)
-    assert torch.equal(first.test.inputs, second.test.inputs)
-    assert torch.equal(first.test.targets, second.test.targets)
-    clean = growth_cells.Cell(250, 0.0, "starved").load(0)
-    assert torch.equal(first.train.inputs, clean.train.inputs)
-    assert 0.15 < float((first.train.targets != clean.train.targets).double().mean()) < 0.4
+def test_wrong_labels_are_in_all_parts_of_a_cell_and_the_inputs_do_not_depend_on_them() -> None:
+    noisy, clean = (growth_cells.Cell(250, noise, "starved").load() for noise in (0.3, 0.0))
+    assert len(noisy.train) == growth_cells.POOL * 250
+    for part, other in ((noisy.train, clean.train), (noisy.validation, clean.validation), (noisy.test, clean.test)):
+        assert torch.equal(part.inputs, other.inputs)
+        assert 0.2 < float((part.targets != other.targets).double().mean()) < 0.35  # a tenth of the drawn labels is right
+
+
+def test_the_arms_of_a_cell_differ_only_in_what_grows(tmp_path: Path) -> None:
+    path = tmp_path / "cells.jsonl"
+    options = ["--nets", "2", "--cells", "1", "--epochs", "10", "--jobs", "1", "--out", str(path)]
+    growth_cells.main(options)
+    _, *runs, summary = lines(path)
+    by_arm = {arm: [run for run in runs if run["arm"] == arm] for arm in growth_cells.ARMS}
+    assert all(len(some) == 2 for some in by_arm.values())
+    assert [run["seeds"] for run in by_arm["never"]] == [[], []]
+    assert {seed["blueprint"] for run in by_arm["wider"] for seed in run["seeds"]} == {"widen_300_chain"}
+    (cell,) = summary["cells"]
+    assert cell["nets"] == 2
+    assert cell["never"] == pytest.approx(sum(run["test_loss"] for run in by_arm["never"]) / 2, abs=1e-4)
+    assert cell["heuristic_minus_never"] == pytest.approx(cell["heuristic"] - cell["never"], abs=1e-4)
+    growth_cells.main(options)  # finds all runs in the file
+    assert sum("arm" in line for line in lines(path)) == len(runs)
 
 
 def test_germinating_in_the_shadow_causes_no_jump_of_the_loss(tmp_path: Path) -> None:

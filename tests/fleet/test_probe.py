@@ -122,7 +122,7 @@ def test_hosts_that_the_heuristic_decides_about_equal_the_same_hosts_alone(raise
         heuristic=HeuristicConfig(
             grow_at=0.2,
             evidence=0.05,
-            evidence_of_width=0.2,
+            evidence_of_host=0.05,
             evidence_at_the_end=0.05,
             plateau_epochs=1,
             longer_training=0.1,

@@ -75,9 +75,10 @@ class HeuristicConfig(Config):
     """When the heuristic controller grows a seed, and which one. Losses are fractions of the uninformed loss."""
 
     grow_at: Fraction = 0.05  # fraction of the training after which it checks whether the host lacks capacity
+    first_look_until: Fraction = 0.3  # that check is repeated up to this fraction of the training, as long as the host lacks data
     grow_until: Fraction = 0.5  # fraction of the training after which nothing new is grown, because it could not pay any more
     high_loss: Fraction = 0.05  # with a training loss below this, nothing is grown
-    low_loss: Fraction = 0.005  # with a training loss below this, a host that has grown does not grow further
+    low_loss: Fraction = 0.02  # with a training loss below this, a host that has grown does not grow further
     projected_loss: Fraction = 0.04  # the host lacks capacity if its training loss is projected to end above this
     overfit_gap: Fraction = 0.15  # with a validation loss this far above the training loss, data are lacking rather than capacity
     lost_share: Fraction = 0.02
@@ -87,9 +88,10 @@ class HeuristicConfig(Config):
     """Seeds are grown if they are estimated to lower the loss at least this many times as fast as longer training of the host would, for
     the same FLOPs. Otherwise longer training is better."""
     evidence: PositiveFloat = 1.5  # minimum positions in the training data per weight of a new seed
-    evidence_of_width: PositiveFloat = 4.0
-    """Minimum positions in the training data per weight of the whole host with new units, times the loss that the host is projected to end
-    with: a host that will end near 0 has little to overfit to."""
+    evidence_of_host: PositiveFloat = 2.4
+    """Minimum positions in the training data per weight of the whole host, times the loss that the host is projected to end with: a host
+    that will end near 0 has little to overfit to. Below this the host lacks data rather than capacity."""
+    overshoot: PositiveFloat = 6.5  # with new seeds, the host may need this many times the data by the rule above
     evidence_at_the_end: PositiveFloat = 30.0  # the same for a place with little behind it, where a seed is part of the classifier
     least_share: Fraction = 0.1  # minimum weights of a seed, relative to the host's weights per slot: a small seed would waste its slot
     plateau_epochs: PositiveInt = 4  # the fall of the training loss is measured over this many epochs

@@ -343,9 +343,36 @@ def test_a_first_step_takes_the_largest_chain_that_the_data_can_teach() -> None:
     ]
     starved = state(slots=(slot(candidates=tuple(chains)),), samples_per_epoch=5_000)
     assert chosen(starved) == [("a", "x4")]
-    assert chosen(replace(starved, samples_per_epoch=500)) == [("a", "x1")]
+    assert chosen(replace(starved, samples_per_epoch=500)) == [("a", "x2")]
+    assert chosen(replace(starved, samples_per_epoch=200)) == [("a", "x1")]
     # A host that will end near 0 needs fewer data.
-    assert chosen(replace(starved, samples_per_epoch=500, train_losses=(2.2, 1.0, 0.5, 0.3))) == [("a", "x2")]
+    assert chosen(replace(starved, samples_per_epoch=200, train_losses=(2.2, 1.0, 0.5, 0.3))) == [("a", "x4")]
+
+
+def test_the_size_of_a_step_is_what_is_worth_most_after_rent() -> None:
+    """The loss that is going to remain falls with the square root of the parameters, from 1.0 to 0.25 at 16 times as many."""
+    sizes = [Candidate(f"x{times}", Cost(2_000 * (times - 1), 100_000 * (times - 1)), 0.0, 1.0, widened=("a",)) for times in (4, 16, 64)]
+
+    def chosen_at(price: float) -> list[tuple[str, str]]:
+        dear = tuple(replace(one, rent=price * (2 * number + 2)) for number, one in enumerate(sizes))  # per doubling
+        return chosen(state(slots=(slot(candidates=dear),), samples_per_epoch=10**6))
+
+    assert [chosen_at(price) for price in (0.01, 0.1, 0.2)] == [[("a", "x64")], [("a", "x16")], [("a", "x4")]]
+
+
+def test_a_host_that_lacks_data_is_checked_again_until_three_tenths_of_the_training() -> None:
+    lacking, heuristic = state(3, train=(2.2, 2.0, 1.9), host_load=2_000.0), Heuristic(GrowthConfig())
+    first = heuristic.decide(lacking)
+    assert not first.probe
+    assert "it needs" in first.reason
+    # It learns faster than it had seemed to, so it will end lower and needs fewer data.
+    faster = (2.2, 2.0, 1.9, 1.6, 1.3, 1.1)
+    assert heuristic.decide(replace(lacking, epoch=6, train_losses=faster, val_losses=faster)).probe
+    late = Heuristic(GrowthConfig())
+    assert not late.decide(lacking).probe
+    falling = tuple(2.2 * 0.95**epoch for epoch in range(30))
+    assert starvation(replace(lacking, epoch=30, train_losses=falling, val_losses=falling), RULES).is_starved
+    assert not late.decide(replace(lacking, epoch=30, train_losses=falling, val_losses=falling)).probe
 
 
 def test_a_further_step_at_most_doubles_the_flops() -> None:

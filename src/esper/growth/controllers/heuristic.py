@@ -1,26 +1,27 @@
 """The heuristic controller: grows a starved host early, in width and in depth, chooses slots and blueprints by the probe, and keeps seeds
 that pay their rent.
 
-When it checks the host. Once after a twentieth of the training, again at once when seeds were kept, and whenever the training loss stops
-falling or jumps up, as long as enough of the training is left. So a host grows in steps until a further one would not pay, or the data do
-not suffice. It requests a probe one epoch before it grows anything.
+When it checks the host. After a twentieth of the training, then every epoch up to three tenths of it until the host is found to be starved,
+again at once when seeds were kept, and whenever the training loss stops falling or jumps up, as long as enough of the training is left. So
+a host grows in steps until a further one would not pay, or the data do not suffice. It requests a probe one epoch before it grows anything.
 
-Starved hosts. A host is starved if its training loss is still high, it does not overfit, and one of these holds:
+Starved hosts. A host is starved if its training loss is still high, it does not overfit, the data suffice for the weights it has (see
+`samples_for_host`), and one of these holds:
 - its loss is expected to end high, by extrapolating the last epochs with a power law of time;
 - the data suffice to train more weights than the host has.
 
 Undertrained hosts. A candidate is passed over if longer training would gain more for the same FLOPs. That is so if the host's loss would
 fall further by the power law, and the estimated fall by the seed is not many times as large. The threshold was measured (docs/log.md).
 
-Choice of seeds. It widens as many layers in a row as it can, and takes the candidates whose first steps would lower the loss fastest, minus
-their rent, at most one per slot and row. So it takes the largest step in width that the data allow: a large early step ends better than
-several small ones (docs/log.md). Each candidate is credited with half of the remaining loss at most, and what it leaves must pay for the
-next. A further step at most doubles the FLOPs.
+Choice of seeds. It widens as many layers in a row as it can, in the size that is worth most at the end of the training, minus its rent, at
+most one per slot and row. It takes the whole step at once, because a large early step ends better than several small ones (docs/log.md).
+Each candidate is credited with half of the remaining loss at most, and what it leaves must pay for the next. A further step at most doubles
+the FLOPs.
 
-Data. The data must suffice to train the weights of a seed in its place: a convolution sees many positions per sample in a wide feature map,
+Data. The data must suffice for all weights of the host with the seed, with a margin, because wide layers overfit less than their number of
+weights suggests. A seed in depth must also be trainable in its place: a convolution sees many positions per sample in a wide feature map,
 and few in a small one. Right before the head it demands many times as much data per weight, because a seed there lowers the training loss
-fastest of all but does not generalise from few samples. New units are weighed together with all other weights of the host, see
-`samples_for_width`.
+fastest of all but does not generalise from few samples.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ FIRST_LOOK = 2  # earliest epoch of the first check
 PATIENCE = 3  # a seed may be pruned after this many times `holding_epochs`, because some seeds become useful late
 LITTLE_BEHIND = 0.1  # a slot is at the end of the host if less than this share of the host's FLOPs comes after it
 MOST_OF_THE_LOSS = 0.5  # a seed lowers the loss by this fraction at most; the first steps of a candidate often promise all of it
+LEAST_END = 0.06  # relative loss that a host is expected to end with at least, where sizes of seeds are compared
 MOST_EPOCHS = 10_000  # search range for the advice on how long to train
 MOST_REASONS = 200  # candidates that a decision says why they were left out, so that its event stays small
 NOTHING = Cost(0, 0)
@@ -108,13 +110,15 @@ class Heuristic:
         first, has_candidates = self._first_look(state.epochs), any(slot.candidates for slot in state.slots)
         if state.epoch < first - 1 or not has_candidates or not self._is_in_time(state.epochs, at=state.epoch + 1):
             return False, ""
-        # The first check only needs a starved host; later ones need a jump or a plateau of the training loss too.
+        # The first check only needs a starved host, and is repeated until one passes, because projections become better with time. Later
+        # ones need a jump or a plateau of the training loss too.
+        if any(slot.stage in LIVING for slot in state.slots):  # wait for the verdict on the present seeds
+            return False, ""
         verdict = starvation(state, self.rules)
-        if state.epoch == first - 1:
+        if self._looks_at is None and state.epoch < max(first, self.rules.first_look_until * (state.epochs or first)):
             return verdict.is_starved, "looks for places to grow" if verdict.is_starved else f"leaves the host alone: {verdict.reason}"
-        is_busy = any(slot.stage in LIVING for slot in state.slots)  # wait for the verdict on the present seeds
         has_just_looked = self._looks_at is not None and state.epoch < self._looks_at + self.rules.plateau_epochs
-        if is_busy or has_just_looked or not verdict.is_starved:
+        if has_just_looked or not verdict.is_starved:
             return False, ""
         why = has_jumped(state, self.rules) or has_stopped_falling(state, self.rules)
         return bool(why), why
@@ -212,10 +216,12 @@ def starvation(state: GrowthState, rules: HeuristicConfig) -> Starvation:
         return Starvation(False, f"{is_now}, below {rules.high_loss:.0%} of the uninformed loss, {figure(scale.uninformed, 2)}")
     if overfits(state, rules):
         return Starvation(False, f"it overfits: validation loss {figure(val, 3)}, training loss {figure(train, 3)}")
-    end = projected_end(state)
+    end, samples = projected_end(state), state.samples_per_epoch
+    if samples is not None and (needed := samples_for_host(state, NOTHING, rules)) > samples:
+        return Starvation(False, f"{is_now}, and by its projected end, {figure(end, 3)}, it needs {needed:,.0f} samples per epoch")
     if scale.relative(end) > rules.projected_loss:
         return Starvation(True, f"{is_now} and going to end at about {figure(end, 3)}")
-    if state.samples_per_epoch and state.host_load < state.samples_per_epoch:
+    if samples and state.host_load < samples:
         return Starvation(True, f"{is_now}, and the data could teach more weights than it has")
     return Starvation(False, f"its training loss is going to end at about {figure(end, 3)}")
 
@@ -323,7 +329,7 @@ def speed_over_longer_training(state: GrowthState, candidate: Candidate) -> floa
 
 
 def choose(state: GrowthState, rules: HeuristicConfig, *, longer_training: float | None = None) -> list[tuple[str, Candidate]]:
-    """Return the (slot, candidate) pairs to grow, one per slot, within the budget: long rows of layers first, then fast candidates.
+    """Return the (slot, candidate) pairs to grow, one per slot, within the budget: long rows of layers first, then by worth after rent.
 
     A further one must pay its rent with what those before it leave of the loss. `longer_training` replaces the rule of this name.
     """
@@ -335,7 +341,11 @@ def choose(state: GrowthState, rules: HeuristicConfig, *, longer_training: float
     allowed = Allowance(state.seeds_left, state.parameters_left, state.flops_left)
     left = state.scale.above_floor(state.train_losses)[-1]
     chosen, wider = NOTHING, set[str]()  # cost of the plan so far, and the units that it could widen in its slots
-    for slot, candidate in sorted(options, key=lambda pair: (len(pair[1].widened), _speed(pair[1], state)), reverse=True):
+
+    def rank(pair: tuple[SlotState, Candidate]) -> tuple[float, ...]:
+        return len(pair[1].widened), _worth_at_the_end(pair[1], state), _speed(pair[1], state)
+
+    for slot, candidate in sorted(options, key=rank, reverse=True):
         gain = min(_worth(candidate, state) + candidate.rent, MOST_OF_THE_LOSS * left)
         # One seed per row of layers. A second one in width would lack the weights between both sets of new units, and one in depth would
         # see none of the new units.
@@ -410,6 +420,19 @@ def _worth(candidate: Candidate, state: GrowthState) -> float:
     return (candidate.promise or 0.0) * max(state.steps_per_epoch, 1) - candidate.rent
 
 
+def _worth_at_the_end(candidate: Candidate, state: GrowthState) -> float:
+    """Return the estimated fall of the loss at the end of the training, minus the rent: by this, sizes are compared.
+
+    The loss at the end falls with the parameters P of a host like P^-0.5, as of static hosts (docs/log.md), and by no more than the probe
+    promises. A projection below `LEAST_END` is not trusted, because it is made early.
+    """
+    assert state.scale is not None
+    scale, before = state.scale, state.host_cost.parameters + state.added.parameters
+    end = max(projected_end(state) - scale.floor, LEAST_END * scale.unit)
+    share = 1 - (before / (before + candidate.cost.parameters)) ** 0.5 if before else 1.0
+    return min(share * end, _worth(candidate, state) + candidate.rent) - candidate.rent
+
+
 def _speed(candidate: Candidate, state: GrowthState) -> float:
     """Return how fast a candidate would lower the loss at first, per epoch, minus its rent.
 
@@ -435,23 +458,25 @@ def _objection(slot: SlotState, candidate: Candidate, state: GrowthState, rules:
         return "it would more than double the FLOPs, which only a first step may"
     if state.samples_per_epoch is None:
         return None
-    if candidate.widened:
-        needed = samples_for_width(state, total([candidate.cost, beside]), rules)
-        grown = "with these units the host needs"
-    else:
+    needed = samples_for_host(state, total([candidate.cost, beside]), rules) / rules.overshoot
+    if needed > state.samples_per_epoch:
+        return f"too few data: with it the host needs {needed:,.0f} samples per epoch"
+    if not candidate.widened:
         is_at_the_end = slot.place.flops_behind < LITTLE_BEHIND * state.host_cost.flops
         needed = candidate.load * (rules.evidence_at_the_end if is_at_the_end else rules.evidence)
-        grown = "its weights need"
-    return None if needed <= state.samples_per_epoch else f"too few data: {grown} {needed:,.0f} samples per epoch"
+        if needed > state.samples_per_epoch:
+            return f"too few data: its weights need {needed:,.0f} samples per epoch"
+    return None
 
 
-def samples_for_width(state: GrowthState, new: Cost, rules: HeuristicConfig) -> float:
+def samples_for_host(state: GrowthState, new: Cost, rules: HeuristicConfig) -> float:
     """Return the samples per epoch that a host with new seeds of this cost needs.
 
     The gap between training and validation loss grows with the load of the host (its weights per position that shares them), and with the
-    loss itself: a host that will end near 0 has little to overfit to. The load is estimated from the parameters P and the FLOPs F of the
-    whole host as 2·P² / F, which is exact if all layers have the same number of positions.
+    loss itself: a host that will end near 0 has little to overfit to. A host of P parameters and F FLOPs has a load in proportion to
+    P² / F if all its layers grow alike.
     """
     assert state.scale is not None
-    grown = total([state.host_cost, state.added, new])
-    return rules.evidence_of_width * state.scale.relative(projected_end(state)) * 2 * grown.parameters**2 / max(grown.flops, 1)
+    grown, host = total([state.host_cost, state.added, new]), state.host_cost
+    times = (grown.parameters / max(host.parameters, 1)) ** 2 * max(host.flops, 1) / max(grown.flops, 1)
+    return rules.evidence_of_host * state.scale.relative(projected_end(state)) * times * state.host_load
