@@ -356,7 +356,8 @@ def test_samples_are_counted_without_being_passed_by_the_loop(lifecycle) -> None
         optimizer = adamw(host)
         slotted = add_slots(host, torch.zeros(2, 6), slots=list(SLOTS))
         slotted(torch.zeros(9, 6))  # of no concern to a grower that is made later
-        grower = Grower(slotted, optimizer, config=config(lifecycle, probe_steps=2), epochs=12)
+        rules = HeuristicConfig(evidence_of_host=0.1)
+        grower = Grower(slotted, optimizer, config=config(lifecycle, probe_steps=2, heuristic=rules), epochs=12)
         data, val = make_data(5, size=30), make_data(3, seed=2)
 
         def evaluate() -> list[torch.Tensor]:
@@ -389,7 +390,7 @@ def test_a_loop_that_calls_the_model_grows_as_one_that_calls_the_slotted_model(l
         host = make_host()
         optimizer = adamw(host)
         slotted = add_slots(host, torch.zeros(2, 6), slots=list(SLOTS))
-        rules = HeuristicConfig(longer_training=1.0)
+        rules = HeuristicConfig(longer_training=1.0, evidence_of_host=0.1)
         grower = Grower(slotted, optimizer, config=config(lifecycle, probe_steps=2, heuristic=rules), epochs=12)
         call = slotted if use_slotted else host
         data, val = make_data(5, size=30), make_data(3, seed=2)
