@@ -129,6 +129,7 @@ class WidePart(nn.Module):
 
     def __init__(self, module: nn.Module, plan: WidePlan) -> None:
         super().__init__()
+        self.axis = plan.axis or axis_of(module)  # of the units, in the module's input and output
         self.new: Layer | None = None
         self.back: Layer | None = None
         self.inner: Layer | None = None
@@ -226,7 +227,7 @@ class WidthSeed(Seed):
         """Return the wide output of a module, given its wide input, for all seeds that are connected there."""
         if given.is_nested:  # sequences without padding, which torch's transformer encoder passes on in eval mode
             return torch.nested.as_nested_tensor([patch.forward(sequence.unsqueeze(0)).squeeze(0) for sequence in given.unbind()])
-        axis = patch.seeds[0][1].axis or axis_of(patch.module)
+        axis = patch.seeds[0][2].axis
         sizes = [plan.inputs for _, plan, _ in patch.seeds]
         host, *parts = torch.split(given, [given.shape[axis] - sum(sizes), *sizes], axis)
         # A copy in the layout of the host's own tensors, so that the layer computes the same bits as without new units.
