@@ -163,14 +163,15 @@ def test_in_lightning_metrics_callbacks_sinks_and_progress_are_those_of_grow(
         results.append((len(calls), {name: value.clone() for name, value in module.state_dict().items()}))
     assert results[0][0] == results[1][0]  # metrics need no forward pass of their own
     assert_same(results[0][1], results[1][1])
-    ended = [record.event for record in sink.records if isinstance(record.event, EpochEnded)]
     x, y = make_data(1, size=40)[0]
     module.eval()
     with torch.no_grad():
-        assert ended[-1].metrics == {"accuracy": pytest.approx(float(accuracy(module(x), y)))}
+        right = float(accuracy(module(x), y))
     assert not sink.is_closed
-    growth.bake()
+    growth.bake()  # waits until the thread of the sink has written everything
     assert sink.is_closed
+    ended = [record.event for record in sink.records if isinstance(record.event, EpochEnded)]
+    assert ended[-1].metrics == {"accuracy": pytest.approx(right)}
     assert capsys.readouterr().err.count("accuracy ") == EPOCHS
 
 
@@ -407,14 +408,14 @@ def test_in_transformers_metrics_callbacks_sinks_and_progress_are_those_of_grow(
         results.append((len(calls), {name: value.clone() for name, value in model.state_dict().items()}))
     assert results[0][0] == results[1][0]  # metrics need no forward pass of their own
     assert_same(results[0][1], results[1][1])
-    ended = [record.event for record in sink.records if isinstance(record.event, EpochEnded)]
     model.eval()
     letters = Sentences(40).letters
     with torch.no_grad():
         right = float(letters_right(model, {"input_ids": letters, "labels": letters}))
-    assert ended[-1].metrics == {"accuracy": pytest.approx(right)}
-    growth.bake()
+    growth.bake()  # waits until the thread of the sink has written everything
     assert sink.is_closed
+    ended = [record.event for record in sink.records if isinstance(record.event, EpochEnded)]
+    assert ended[-1].metrics == {"accuracy": pytest.approx(right)}
     assert capsys.readouterr().err.count("accuracy ") == EPOCHS
 
 
