@@ -33,7 +33,7 @@ from esper.growth import GrowthConfig
 from esper.growth.config import BudgetConfig, GovernorConfig, SeedOptimizerConfig
 from esper.growth.host.layout import Place
 from esper.growth.lifecycle.stages import Decision, Germinate
-from esper.growth.seeds.blueprints import build_branch, get_blueprint, live_parameters
+from esper.growth.seeds.blueprints import REGISTRY, build_branch, get_blueprint, live_parameters
 from esper.tasks import Split, load_task
 from esper.text_table import aligned
 from records import RESULTS, Output, Record
@@ -57,6 +57,7 @@ def run_one(options: argparse.Namespace, kind: Kind, seed: int) -> list[Record]:
     optimizer, momentum, rate = kind
     task = load_task(options.task, data_dir=options.data_dir, batch_size=options.batch_size)
     growth = GrowthConfig(
+        blueprints=tuple(name for name, blueprint in REGISTRY.items() if blueprint.share is None),  # those with a branch
         seed_optimizer=SeedOptimizerConfig(warmup_epochs=0),
         governor=GovernorConfig(spike_sigmas=1e6),
         budget=BudgetConfig(max_parameters=None, max_flops=None),

@@ -67,7 +67,9 @@ def test_static_networks_have_the_size_and_the_flops_of_the_grown_one(
     assert as_esper["parameters"] == pytest.approx(esper["parameters"], abs=38)  # half of a hidden unit
     for run, hidden in ((small, 8), (as_esper, growth_peers.hidden_for(esper["parameters"]))):
         an_epoch = growth_peers.epoch_flops(digits, hidden) / 1e9
-        assert run["train_gflops"] == pytest.approx(run["epochs"] * an_epoch, rel=1e-5)  # as `grow` counts
+        a_validation = growth_peers.forward_flops(hidden) * len(digits.validation) / 1e9  # of the last state, if it is not the best
+        more = run["train_gflops"] - run["epochs"] * an_epoch  # as `grow` counts
+        assert more == pytest.approx(0, abs=1e-5) or more == pytest.approx(a_validation, rel=0.05)
         assert 0 <= esper["train_gflops"] - run["train_gflops"] < an_epoch
     before = len(lines(path))
     growth_peers.main(command)
@@ -126,7 +128,7 @@ def test_lora_has_about_the_parameters_that_it_was_asked_for_and_freezes_the_res
 
 @pytest.mark.extra("peft", "transformers", "accelerate")
 def test_all_ways_to_adapt_start_with_the_same_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth_adapt, "SAMPLES", {"source": 256, "target": 128})
+    monkeypatch.setattr(growth_adapt, "SAMPLES", {"source": 256, "target": 512})
     monkeypatch.setattr(growth_adapt, "SOURCE_EPOCHS", 1)
     whole = growth_adapt.texts.__wrapped__(None)
     short = {name: replace(task, validation=first(task.validation, 96), test=first(task.test, 64)) for name, task in whole.items()}
