@@ -128,7 +128,7 @@ def test_lora_has_about_the_parameters_that_it_was_asked_for_and_freezes_the_res
 
 @pytest.mark.extra("peft", "transformers", "accelerate")
 def test_all_ways_to_adapt_start_with_the_same_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth_adapt, "SAMPLES", {"source": 256, "target": 512})
+    monkeypatch.setattr(growth_adapt, "SAMPLES", {"source": 256, "target": 128})
     monkeypatch.setattr(growth_adapt, "SOURCE_EPOCHS", 1)
     whole = growth_adapt.texts.__wrapped__(None)
     short = {name: replace(task, validation=first(task.validation, 96), test=first(task.test, 64)) for name, task in whole.items()}

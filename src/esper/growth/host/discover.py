@@ -44,7 +44,7 @@ class Discovery:
     same_output: dict[str, int]  # places whose outputs are the same tensor have the same number; 0 is the output of the host itself
     behind: dict[str, str]  # place -> the place without weights (a pool, say) that is the only user of its output
     last: frozenset[str]  # places with nothing behind them that could use a seed's output
-    load: float  # sum over layers of (weights / positions that share them): how much each sample must teach the host
+    load: float  # sum over layers of (trained weights / positions that share them): how much each sample must teach the host
 
 
 class Weights(NamedTuple):
@@ -165,7 +165,8 @@ class _Log:
         self.flops[name] = flops
         if not list(module.children()) and list(module.parameters(recurse=False)):
             self.layers += 1
-            self.load += sum(parameter.numel() for parameter in module.parameters(recurse=False)) / _positions(module, output)
+            trained = sum(parameter.numel() for parameter in module.parameters(recurse=False) if parameter.requires_grad)
+            self.load += trained / _positions(module, output)
         self.layers_done[name] = self.layers
         self.is_autocast[name] = isinstance(output, Tensor) and torch.is_autocast_enabled(output.device.type)
 
