@@ -253,7 +253,7 @@ def test_the_flops_of_a_probe_are_counted() -> None:
 
 @pytest.mark.slow
 def test_a_probe_of_a_long_epoch_takes_at_most_the_flops_of_a_training_step_in_each_of_its_steps() -> None:
-    # In depth, because a chain of wider layers takes more than a step alone.
+    # Only candidates in depth: a single chain of wider layers already costs more FLOPs than a training step.
     growth = msgspec.structs.replace(GROWTH, blueprints=DEEP)
     fleet = make_fleet(TWO[:1], growth, msgspec.structs.replace(CONFIG, steps_per_decision=40))
     fleet.advance()

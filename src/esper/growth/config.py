@@ -75,7 +75,7 @@ class HeuristicConfig(Config):
     """When the heuristic controller grows a seed, and which one. Losses are fractions of the uninformed loss."""
 
     grow_at: Fraction = 0.05  # fraction of the training after which it checks whether the host lacks capacity
-    first_look_until: Fraction = 0.3  # that check is repeated up to this fraction of the training, as long as the host lacks data
+    first_look_until: Fraction = 0.3  # that check is repeated every epoch up to this fraction of the training, until it finds a lack
     grow_until: Fraction = 0.5  # fraction of the training after which nothing new is grown, because it could not pay any more
     high_loss: Fraction = 0.05  # with a training loss below this, nothing is grown
     low_loss: Fraction = 0.02  # with a training loss below this, a host that has grown does not grow further

@@ -423,8 +423,8 @@ def _worth(candidate: Candidate, state: GrowthState) -> float:
 def _worth_at_the_end(candidate: Candidate, state: GrowthState) -> float:
     """Return the estimated fall of the loss at the end of the training, minus the rent: by this, sizes are compared.
 
-    The loss at the end falls with the parameters P of a host like P^-0.5, as of static hosts (docs/log.md), and by no more than the probe
-    promises. A projection below `LEAST_END` is not trusted, because it is made early.
+    The loss at the end is taken to fall with the parameters P of a host like P^-0.5, about as of static hosts (docs/log.md), and by no more
+    than the probe promises. A projection below `LEAST_END` is not trusted, because it is made early.
     """
     assert state.scale is not None
     scale, before = state.scale, state.host_cost.parameters + state.added.parameters
