@@ -1,11 +1,10 @@
-"""Start weights of new units: a host whose layers all double at a tenth of the training, with random weights, GradMax and the best draw.
+"""Start weights of new units: a host whose layers all double at a tenth of the training, with random weights and by GradMax.
 
     python benchmarks/growth_start.py --jobs 16
     python benchmarks/growth_start.py --cells teacher,digits/plain --seeds 2 --epochs 10
 
     random    random incoming, zero outgoing weights
     gradmax   zero incoming weights, outgoing ones that give them the largest gradient
-    best      the best of four random draws, by the estimate of the probe
     never     the host that never grows
 
     digits, digits-1d     the starved hosts of these tasks. They have batch norms, so GradMax is refused there and equals random
@@ -33,7 +32,7 @@ from growth_runs import Loop, Setting, add_options, compared, difference, earlie
 from records import RESULTS, Output, Record
 
 CELLS = ("digits", "digits/plain", "digits-1d", "digits-1d/plain", "teacher")
-STARTS = ("random", "gradmax", "best")
+STARTS = ("random", "gradmax")
 BLUEPRINT = "widen_100_chain"
 GROWN_AT = 0.1  # part of the training after which the layers double
 SOON = 3  # epochs after the growth at which the validation loss is compared

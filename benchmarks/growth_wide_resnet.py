@@ -241,6 +241,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, out=RESULTS / "growth_wide_resnet.jsonl", seeds=5, epochs=12, recipe=False)
     parser.add_argument("--depth", type=int, default=28, help="6n + 4, such as 10 for a quick trial")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="those to train now; earlier runs in the file stay")
     options = parser.parse_args(arguments)
     if options.epochs < 6:
         parser.error(f"growing on schedule takes 6 epochs or more; got {options.epochs}")
@@ -248,15 +249,18 @@ def main(arguments: list[str] | None = None) -> None:
     output = Output(options.out, resume=not options.fresh)
     runs = [run for run in earlier_runs(output, setting) if run["seed"] < options.seeds]
     have = {(run["arm"], run["seed"]) for run in runs}
-    arms = [arm for arm in ARMS if arm != "gradmax" or with_gradmax(GrowthConfig()) is not None]
+    arms = [arm for arm in options.arms if arm != "gradmax" or with_gradmax(GrowthConfig()) is not None]
     # The longest runs first, so that no worker ends long after the others.
     order = sorted(arms, key=("heuristic", "gradmax", "random", "big", "small").index)
     jobs = [partial(run_one, setting, arm, seed) for arm in order for seed in range(options.seeds) if (arm, seed) not in have]
     runs += run_all(jobs, processes=options.jobs, output=output)
-    jobs = [
-        partial(run_one, setting, "equal", seed, equal_epochs(runs, seed)) for seed in range(options.seeds) if ("equal", seed) not in have
-    ]
+    trained = {(run["arm"], run["seed"]) for run in runs}
+    seeds = [seed for seed in range(options.seeds) if {("big", seed), ("random", seed)} <= trained and ("equal", seed) not in trained]
+    jobs = [partial(run_one, setting, "equal", seed, equal_epochs(runs, seed)) for seed in seeds]
     runs += run_all(jobs, processes=options.jobs, output=output)
+    if not {"random", "equal"} <= {run["arm"] for run in runs}:
+        print("no comparison yet, which needs runs of big and random")
+        return
     record = summary(setting, runs)
     output.write(record)
     show(record)

@@ -13,7 +13,7 @@ Arms, paired over seeds (same data, same order of batches):
     never       the same host, which never grows
     longer      the same host, trained for so many epochs that it costs at least the FLOPs of the grown run
     final       the architecture that the grown run ended with, from scratch, for as many epochs as the FLOPs of the grown run allow
-    x1 .. x64   static nets with this many times the parameters of the smallest host
+    x1 .. x256  static nets with this many times the parameters of the smallest host
     grid        of these, the one with the lowest validation loss, at the cost of all
     halving     successive halving over these sizes. Its longest run is chosen so that all runs together cost the FLOPs of the grown run if
                 the largest nets survive
@@ -62,11 +62,18 @@ class Work:
     samples: int | None = None  # of the training part that are used; None: all
 
 
+def _conv_sizes(widths: dict[int, int]) -> dict[int, Size]:
+    """Return the sizes of nets with these widths of the first block; the second is twice as wide, the third four times."""
+    return {times: (width, 2 * width, 4 * width) for times, width in widths.items()}
+
+
 WORKS = {
-    "digits": Work({k: (w, 2 * w, 4 * w) for k, w in {1: 4, 2: 6, 4: 8, 8: 12, 16: 16, 32: 24, 64: 32, 128: 48}.items()}, 40, 20, 0.01),
-    "digits-1d": Work({k: (w, 2 * w, 4 * w) for k, w in {1: 2, 2: 3, 4: 4, 8: 7, 16: 10, 32: 14, 64: 20, 128: 28}.items()}, 40, 12, 0.01),
-    "cifar10": Work({k: (w, 2 * w, 4 * w) for k, w in {1: 8, 2: 12, 4: 16, 8: 24, 16: 32, 32: 48, 64: 64, 128: 90}.items()}, 20, 12, 0.01),
-    "text": Work({1: (32, 2, 2), 2: (48, 2, 3), 4: (64, 3, 4), 8: (96, 3, 6), 16: (128, 4, 8)}, 20, 8, 0.003, samples=4_000),
+    "digits": Work(_conv_sizes({1: 4, 2: 6, 4: 8, 8: 12, 16: 16, 32: 24, 64: 32, 128: 48}), 40, 20, 0.01),
+    "digits-1d": Work(_conv_sizes({1: 2, 2: 3, 4: 4, 8: 7, 16: 10, 32: 14, 64: 20, 128: 28, 256: 40}), 40, 12, 0.01),
+    "cifar10": Work(_conv_sizes({1: 8, 2: 12, 4: 16, 8: 24, 16: 32, 32: 48, 64: 64, 128: 90, 256: 128}), 20, 12, 0.01),
+    "text": Work(
+        {1: (32, 2, 2), 2: (48, 2, 3), 4: (64, 3, 4), 8: (96, 3, 6), 16: (128, 4, 8), 32: (192, 4, 12)}, 20, 8, 0.003, samples=4_000
+    ),
 }
 
 
@@ -254,6 +261,7 @@ def from_scratch(grown: nn.Module, start: nn.Module, task: Task, *, seed: int) -
 
 def run_growing(setting: Setting, seed: int, without: tuple[str, ...]) -> list[Record]:
     """The arms whose cost follows from the grown run, but for those in `without`."""
+    _prepare(setting)
     task, work = setting.load(seed), setting.work
     make = partial(setting.make, task, work.sizes[1], seed)
     began = _now(setting)
@@ -277,9 +285,14 @@ def run_growing(setting: Setting, seed: int, without: tuple[str, ...]) -> list[R
 
 
 def run_static(setting: Setting, times: int, seed: int) -> list[Record]:
+    _prepare(setting)
     task, began = setting.load(seed), _now(setting)
     record = static(setting, task, setting.make(task, setting.work.sizes[times], seed), seed=seed, epochs=setting.work.epochs)
     return [{"arm": f"x{times}", "seed": seed, **setting.about, **record, "seconds": _now(setting) - began}]
+
+
+def _prepare(setting: Setting) -> None:
+    torch.backends.cudnn.benchmark = setting.device != "cpu"
 
 
 def _now(setting: Setting) -> float:

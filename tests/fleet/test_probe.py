@@ -60,7 +60,7 @@ class Asking(Noting):
 
     def decide(self, state: GrowthState) -> Decision:
         self.seen[state.epoch] = promises_in(state)
-        return Decision(probe=True)
+        return Decision(probe=True, not_probed=frozenset({(SLOTS[0], "norm")} if state.epoch == 1 else ()))
 
 
 def train_noting(
@@ -76,7 +76,7 @@ def train_noting(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "max_grad_norm", "least", "candidates"),
-    [("adamw", None, 2**20, 47), ("adamw", None, 0, 18), ("sgd", None, 5_000, 34), ("sgd", 0.01, 0, 18), ("sgd", 0.01, 2**20, 47)],
+    [("adamw", None, 2**20, 49), ("adamw", None, 0, 17), ("sgd", None, 5_000, 33), ("sgd", 0.01, 0, 17), ("sgd", 0.01, 2**20, 49)],
 )
 def test_promises_equal_those_of_the_same_hosts_alone(
     optimizer: str, max_grad_norm: float | None, least: int, candidates: int, monkeypatch: pytest.MonkeyPatch
@@ -94,6 +94,7 @@ def test_promises_equal_those_of_the_same_hosts_alone(
     for row, setting in enumerate(settings):
         grown, seen = train_noting(fleet.task, setting, growth, config, Asking)
         assert len(seen[2]) == candidates
+        assert [(SLOTS[0], "norm") in seen[epoch] for epoch in (1, 2)] == [True, False]
         for epoch in (1, 2):
             assert controllers[row].seen[epoch] == pytest.approx(seen[epoch], rel=1e-7)  # a grower's losses are in float32
         assert fleet.rows[row].host_growth.history.flops == pytest.approx(grown.gflops * 1e9, rel=1e-12)
@@ -104,8 +105,8 @@ DEAR = HostConfig(seed=2, growth_seed=7, horizon=12, learning_rate=0.005, rent=R
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("raise_mode", "outcomes"), [("joint", {"kept", "pruned"}), ("shadow", {"kept"})])
-def test_hosts_that_the_heuristic_decides_about_equal_the_same_hosts_alone(raise_mode: str, outcomes: set[str]) -> None:
+@pytest.mark.parametrize("raise_mode", ["joint", "shadow"])
+def test_hosts_that_the_heuristic_decides_about_equal_the_same_hosts_alone(raise_mode: str) -> None:
     """They look at different times, different things grow in them, and not everything is kept."""
     growth = GrowthConfig(
         probe_steps=3,
@@ -153,7 +154,7 @@ def test_hosts_that_the_heuristic_decides_about_equal_the_same_hosts_alone(raise
     grew = [[(entry.slot, entry.blueprint, entry.born) for entry in host.host_growth.ledger.entries] for host in fleet.rows]
     assert all(grew), grew
     assert len({tuple(some) for some in grew}) == len(grew)
-    assert {entry.outcome for host in fleet.rows for entry in host.host_growth.ledger.entries} == outcomes
+    assert {entry.outcome for host in fleet.rows for entry in host.host_growth.ledger.entries} == {"kept", "pruned"}
 
 
 GROWTH = GrowthConfig(probe_steps=3)
@@ -180,7 +181,7 @@ def test_a_probe_leaves_every_host_bit_identical() -> None:
 def test_only_hosts_that_asked_are_probed_and_only_once() -> None:
     fleet = make_fleet(TWO, GROWTH)
     advance_asking(fleet, [1])
-    assert [len(promises_in(fleet.state(row))) for row in range(2)] == [0, len(SLOTS) * 8 + 23]  # in depth, and in width
+    assert [len(promises_in(fleet.state(row))) for row in range(2)] == [0, len(SLOTS) * 8 + 26]  # in depth, and in width
     fleet.advance()
     assert not any(promises_in(fleet.state(row)) for row in range(2))
 

@@ -69,12 +69,14 @@ class Script:
 
     actions: Mapping[int, Sequence[Action]] = field(default_factory=dict)
     probes: Sequence[int] = ()
+    not_probed: frozenset[tuple[str, str]] = frozenset()
     name: str = "script"
     states: list[GrowthState] = field(default_factory=list)
 
     def decide(self, state: GrowthState) -> Decision:
         self.states.append(state)
-        return Decision(tuple(self.actions.get(state.epoch, ())), "as written", probe=state.epoch in self.probes)
+        actions = tuple(self.actions.get(state.epoch, ()))
+        return Decision(actions, "as written", probe=state.epoch in self.probes, not_probed=self.not_probed)
 
     def state_dict(self) -> dict[str, object]:
         return {}

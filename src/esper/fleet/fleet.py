@@ -339,7 +339,7 @@ class Fleet:
     def plan(self, rows: list[int]) -> Plan:
         """Return the plan of the training of these hosts until their next decision. Advances the blending of their seeds up to it."""
         rates = upload([self.rows[row].rate(self.config.schedule) for row in rows], self.device, self.dtype)
-        asking = {position: self.rows[row].host_growth for position, row in enumerate(rows) if self.rows[row].wants_probe}
+        asking = {position: self.rows[row] for position, row in enumerate(rows) if self.rows[row].wants_probe}
         probes = probes_of(self.seed_storages, asking, self.steps_per_decision)
         connected, in_shadow = seed_batches_of(self.seed_storages, self._lifecycles(rows), self.steps_per_decision)
         recompute = recomputed if self.config.checkpoint else None

@@ -36,7 +36,7 @@ from esper.growth.lifecycle.recovery import BestStates, Snapshot, SnapshotHistor
 from esper.growth.lifecycle.slots import SlotLifecycles
 from esper.growth.lifecycle.stages import Contribution, Decision, Stage
 from esper.growth.measure.contribution import Losses, gain_of
-from esper.growth.measure.probe import Promises
+from esper.growth.measure.probe import Key, Promises
 from esper.growth.seeds.seed import WidePlan
 from esper.growth.seeds.width import IN_SHADOW, kept_units, next_order, plan_in, why_not_removed
 
@@ -311,6 +311,7 @@ class Host:
     best_states: RowBestStates | None  # None: the result is the last state
     is_given_up: bool = False  # because the governor rolled it back too many times in a row
     wants_probe: bool = False  # whether candidates are probed before the next decision
+    not_probed: frozenset[Key] = frozenset()  # those that are left out of this probe
     validation_flops: int = 0  # FLOPs of all measurements; `history.flops` includes them
     seed_flops: dict[int, int] = field(default_factory=dict)  # number of a seed -> FLOPs of its training so far
 
@@ -336,6 +337,7 @@ class Host:
         """Carry out a decision, as far as the gates allow."""
         self.host_growth.carry_out(decision, by=by)
         self.wants_probe = decision.probe and not self.host_growth.is_over
+        self.not_probed = decision.not_probed
 
     # Recording
 
@@ -415,6 +417,7 @@ class Host:
             "best_states": [] if self.best_states is None else self.best_states.state_dict(),
             "is_given_up": self.is_given_up,
             "wants_probe": self.wants_probe,
+            "not_probed": sorted(map(list, self.not_probed)),
             "validation_flops": self.validation_flops,
             "seed_flops": [[number, flops] for number, flops in self.seed_flops.items()],
         }
@@ -427,5 +430,6 @@ class Host:
         if self.best_states is not None:
             self.best_states.load_state_dict(state.get("best_states", []))  # missing in files of earlier versions
         self.is_given_up, self.wants_probe = state["is_given_up"], state["wants_probe"]
+        self.not_probed = frozenset((slot, blueprint) for slot, blueprint in state.get("not_probed", []))  # missing in earlier versions
         self.validation_flops = state["validation_flops"]
         self.seed_flops = {number: flops for number, flops in state["seed_flops"]}

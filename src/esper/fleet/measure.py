@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from esper.fleet.device import upload
-from esper.fleet.hosts import RowBackend
+from esper.fleet.hosts import Host, RowBackend
 from esper.fleet.seed_groups import AnyKind, SeedKind, SeedStorage, SeedStorages, SomeSeeds, StackedSeed, of_hosts, own_units
 from esper.fleet.stacked_model import Arrangement, StackedModel
 from esper.fleet.width import ROW, WidthKind
 from esper.gradients import NoLossScales
 from esper.growth.host.layout import CPU
-from esper.growth.lifecycle.host_growth import HostGrowth
 from esper.growth.lifecycle.slots import SlotLifecycles
 from esper.growth.lifecycle.stages import Cost
 from esper.growth.measure.probe import STEPS_ALONG, Key, Promises, clip_scale, evaluated, flops_of_asking, portions, signal_scale
@@ -135,20 +134,21 @@ def are_finite(stacked_model: StackedModel, trained: Iterable[str], hosts: int) 
     return found
 
 
-def probes_of(seed_storages: SeedStorages, asking: Mapping[int, HostGrowth[RowBackend]], steps: int) -> list[RowProbe]:
+def probes_of(seed_storages: SeedStorages, asking: Mapping[int, Host], steps: int) -> list[RowProbe]:
     """Return the probes of the hosts that ask for one, within the `steps` steps until the next decision.
 
-    `asking` maps the position of a host among those that train to its growth. Candidates are divided into portions, one after another, that
+    `asking` maps the position of a host among those that train to the host. Candidates are divided into portions, one after another, that
     fit the memory and FLOPs of the host. The portions take the last of the steps. In the first epoch of a host they take the first steps,
     as in a `Grower`, which does not know yet how long an epoch is.
     """
     # Hosts whose portions fall into the same steps share a probe.
     groups: dict[range, dict[int, tuple[Key, ...]]] = defaultdict(dict)
     changing: dict[range, set[int]] = defaultdict(set)
-    for position, host_growth in asking.items():
-        length = host_growth.history.length
-        lifecycles = host_growth.lifecycles
-        costs = evaluated({key: _cost(lifecycles, *key) for key in _candidates(lifecycles)}, lifecycles.host)
+    for position, host in asking.items():
+        host_growth = host.host_growth
+        length, lifecycles = host_growth.history.length, host_growth.lifecycles
+        keys = [key for key in _candidates(lifecycles) if key not in host.not_probed]
+        costs = evaluated({key: _cost(lifecycles, *key) for key in keys}, lifecycles.host)
         plan = portions(costs, lifecycles.host, probe_steps=host_growth.config.probe_steps, length=length)
         first = 0 if length is None else max(steps - sum(portion.steps for portion in plan), 0)
         for number, portion in enumerate(plan):
@@ -159,7 +159,7 @@ def probes_of(seed_storages: SeedStorages, asking: Mapping[int, HostGrowth[RowBa
                 if has_wide and len(window) == portion.steps:
                     changing[window].add(position)
             first += portion.steps
-    all_lifecycles = {position: host_growth.lifecycles for position, host_growth in asking.items()}
+    all_lifecycles = {position: host.host_growth.lifecycles for position, host in asking.items()}
     return [RowProbe(seed_storages, all_lifecycles, asked, changing[window], window=window) for window, asked in groups.items()]
 
 

@@ -612,7 +612,7 @@ class Grower:
             self.slotted.slot(action.slot)  # raises an error that lists the slots, if this one does not exist
         self.host_growth.carry_out(decision, by=self.controller.name)
         if decision.probe and not self.host_growth.is_over:
-            self._prober.request()
+            self._prober.request(without=decision.not_probed)
         return decision
 
     def _from_first_rank(self, make: Callable[[], Value]) -> Value:

@@ -14,6 +14,7 @@ from esper.growth.controllers.heuristic import (
     gain_of_longer_training,
     has_jumped,
     has_stopped_falling,
+    never_grown,
     next_step,
     passed_over,
     projected_loss,
@@ -358,6 +359,28 @@ def test_the_size_of_a_step_is_what_is_worth_most_after_rent() -> None:
         return chosen(state(slots=(slot(candidates=dear),), samples_per_epoch=10**6))
 
     assert [chosen_at(price) for price in (0.01, 0.1, 0.2)] == [[("a", "x64")], [("a", "x16")], [("a", "x4")]]
+
+
+def test_candidates_that_the_data_can_never_teach_are_not_probed_and_have_that_reason() -> None:
+    huge = Candidate("huge", Cost(800_000, 40_000_000), rent=0.02, promise=None, load=100.0)
+    now = state(3, train=(2.2, 2.0, 1.9), slots=(slot(candidates=(BIG, huge)),))
+    asked = Heuristic(GrowthConfig()).decide(now)
+    assert asked.probe
+    assert asked.not_probed == never_grown(now, RULES) == {("a", "huge")}
+    assert not never_grown(replace(now, samples_per_epoch=10_000), RULES)
+    assert not never_grown(replace(now, samples_per_epoch=None), RULES)
+    assert "too few data" in passed_over(now, RULES, [])["a"]["huge"]
+
+
+def test_a_host_that_may_not_grow_further_is_not_probed_again() -> None:
+    kept = Contribution(Interval(0.5, 0.4, 0.6), 9)
+    on_trial = slot(stage=Stage.HOLDING, contribution=kept, rent=0.01, epochs_in_stage=5, candidates=())
+    for val, expected in ((1.4, True), (1.9, False)):
+        losses = (*(2.0,) * 8, 1.4)
+        now = state(9, train=losses, val_losses=(*(2.0,) * 6, val, val, val), slots=(on_trial, slot("b")), added=Cost(500, 10_000))
+        heuristic = Heuristic(GrowthConfig())
+        heuristic._looks_at = 4
+        assert heuristic.decide(now).probe == expected
 
 
 def test_a_host_that_lacks_data_is_checked_again_until_three_tenths_of_the_training() -> None:

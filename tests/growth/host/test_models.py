@@ -456,7 +456,7 @@ def test_seeds_in_a_time_first_sequence_do_not_mix_samples(blending: Blending) -
 # Masks and caches
 
 
-WIDER = ("widen_25", "widen_50", "widen_100", "widen_300", "widen_700")
+WIDER = ("widen_25", "widen_50", "widen_100", "widen_300", "widen_700", "widen_1500")
 
 
 def offered(slotted: Slotted) -> set[str]:

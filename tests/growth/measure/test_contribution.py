@@ -803,6 +803,16 @@ def test_candidates_over_the_budget_are_never_built(monkeypatch: pytest.MonkeyPa
     assert ("first", "mlp") not in fitting
 
 
+def test_candidates_that_a_decision_leaves_out_are_never_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything, built = [], Built(monkeypatch)
+    for not_probed in (frozenset(), frozenset({("first", "mlp"), ("second", "norm")})):
+        built.names.clear()
+        make_loop(Script(probes=[0], not_probed=not_probed), config(probe_steps=3)).epoch()
+        everything.append(set(built.names))
+    assert {("first", "mlp"), ("second", "norm"), ("second", "mlp")} <= everything[0]
+    assert everything[1] == everything[0] - not_probed
+
+
 @pytest.mark.slow
 def test_a_probe_is_resumed_between_any_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promise, "LEAST_PARAMETERS", 0)

@@ -1,9 +1,8 @@
-"""Start weights of new units: GradMax and the best draw are what they claim, change no step of the host, and are refused with a reason."""
+"""Start weights of new units: GradMax is what it claims, changes no step of the host, and is refused with a reason."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from esper.growth import GrowthConfig, add_slots
 from esper.growth.config import LifecycleConfig
 from esper.growth.events import Widened
 from esper.growth.lifecycle.stages import Germinate
-from esper.growth.seeds.start import DRAWS, NEARLY_ZERO, GradMax, reason_against_gradmax
+from esper.growth.seeds.start import NEARLY_ZERO, GradMax, reason_against_gradmax
 from esper.growth.seeds.width import WidthSeed
 from tests.growth.builders import QUICK, QUICK_SHADOW, Loop, Script, adamw, assert_same, config, make_host, make_loop, plain_losses
 from tests.growth.host.test_units import Attention, Gated
@@ -139,7 +138,7 @@ def test_gradmax_finds_the_largest_gradient_through_convolutions_pools_and_two_r
     seed.alpha.fill_(1.0)
     slotted.slot("first").plant(seed, connected=True)
     born = {name: parameter.detach().clone() for name, parameter in seed.named_parameters()}
-    search = GradMax(seed, [born], slotted.place("first").chain, dict(host.named_modules()), steps=100)
+    search = GradMax(seed, born, slotted.place("first").chain, dict(host.named_modules()), steps=100)
     search.show()
 
     def gradient() -> Tensor:
@@ -163,37 +162,11 @@ def test_gradmax_finds_the_largest_gradient_through_convolutions_pools_and_two_r
     assert len(search._sets[0].columns) == 2 * 9 + 3 * 9
 
 
-@pytest.mark.parametrize("optimizer", [frozen, adamw])
-def test_the_best_draw_is_the_one_whose_outgoing_weights_have_the_largest_estimate(optimizer: Callable) -> None:
-    loop = loop_with("best", make_optimizer=optimizer)
-    loop.data = loop.data[:1]
-    seed = seed_of(loop)
-    draws = seed_search(loop)._draws
-    assert len({draw["parts.0.new.weight"].sum().item() for draw in draws}) == DRAWS
-    x, y = loop.data[0]
-    output = loop.host(x).detach().requires_grad_()
-    (gradient,) = torch.autograd.grad(cross_entropy(output, y), output)
-    falls = []
-    for draw in draws:
-        new = torch.relu(x @ draw["parts.0.new.weight"].T + draw["parts.0.new.bias"])
-        G = gradient.T @ new
-        falls.append(G.square().sum() if optimizer is frozen else G.abs().sum())
-    if optimizer is adamw:
-        for group in loop.optimizer.param_groups:
-            group["lr"] = 0.0
-    loop.epoch(epochs=SEARCH)
-    best = max(range(DRAWS), key=lambda number: float(falls[number]))
-    incoming, outgoing = weights(seed)
-    assert torch.equal(incoming, draws[best]["parts.0.new.weight"])
-    assert not outgoing.any()
-
-
-@pytest.mark.parametrize("start", ["gradmax", "best"])
 @pytest.mark.parametrize("blueprint", ["widen_50", "widen_50_chain"])
-def test_a_search_changes_no_step_of_the_host_and_the_seed_learns_when_it_is_over(start: str, blueprint: str) -> None:
+def test_a_search_changes_no_step_of_the_host_and_the_seed_learns_when_it_is_over(blueprint: str) -> None:
     host = make_host(dropout=0.0, norm=False)
     twin = copy.deepcopy(host)
-    loop = loop_with(start, blueprint, host=host, make_optimizer=adamw)
+    loop = loop_with("gradmax", blueprint, host=host, make_optimizer=adamw)
     expected = plain_losses(twin, adamw(twin), loop.data, epochs=3)
     loop.epoch(epochs=3)
     assert loop.losses[: SEARCH + 1] == expected[: SEARCH + 1]  # the first step with the start weights is still that of the host
@@ -218,22 +191,21 @@ def test_a_search_in_the_shadow_gives_the_same_weights() -> None:
 
 
 @pytest.mark.parametrize("steps", [3, SEARCH, SEARCH + 1])
-@pytest.mark.parametrize("start", ["gradmax", "best"])
-def test_a_run_that_is_resumed_in_the_middle_of_a_search_equals_an_uninterrupted_one(start: str, steps: int, tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_in_the_middle_of_a_search_equals_an_uninterrupted_one(steps: int, tmp_path: Path) -> None:
     def run(loop: Loop, first: int, last: int) -> None:
         for number in range(first, last):
             loop.step(*loop.data[number % 4])
             if number % 4 == 3:
                 loop.grower.after_epoch(loop.evaluate)
 
-    whole, killed = (loop_with(start, "widen_100", make_optimizer=adamw) for _ in range(2))
+    whole, killed = (loop_with("gradmax", "widen_100", make_optimizer=adamw) for _ in range(2))
     run(whole, 0, 16)
     run(killed, 0, steps)
     killed.grower.save(tmp_path)
     host = mlp()
     for parameter in host.parameters():
         parameter.data.normal_()
-    resumed = make_loop(Script(), settings(start), host=host, make_optimizer=adamw, slots=["first"])
+    resumed = make_loop(Script(), settings("gradmax"), host=host, make_optimizer=adamw, slots=["first"])
     resumed.grower.load(tmp_path)
     run(resumed, steps, 16)
     assert_same(resumed.grower.state_dict()["recovery"], whole.grower.state_dict()["recovery"])
@@ -290,7 +262,7 @@ def test_the_event_says_that_and_why_start_weights_are_random() -> None:
 
 def test_a_seed_that_no_gradient_reaches_keeps_its_random_weights_and_the_ledger_says_so() -> None:
     loop = loop_with("gradmax")
-    born = copy.deepcopy(seed_search(loop)._draws[0])
+    born = copy.deepcopy(seed_search(loop)._born)
     for _ in range(SEARCH):
         loss = 1.0 + 0.0 * cross_entropy(loop.slotted(loop.data[0][0]), loop.data[0][1])
         loss.backward()

@@ -56,6 +56,7 @@ FIRST_LOOK = 2  # earliest epoch of the first check
 PATIENCE = 3  # a seed may be pruned after this many times `holding_epochs`, because some seeds become useful late
 LITTLE_BEHIND = 0.1  # a slot is at the end of the host if less than this share of the host's FLOPs comes after it
 MOST_OF_THE_LOSS = 0.5  # a seed lowers the loss by this fraction at most; the first steps of a candidate often promise all of it
+LOWEST_END = 0.03  # no host is expected to end with a lower relative loss, when it is decided what is probed
 LEAST_END = 0.06  # relative loss that a host is expected to end with at least, where sizes of seeds are compared
 MOST_EPOCHS = 10_000  # search range for the advice on how long to train
 MOST_REASONS = 200  # candidates that a decision says why they were left out, so that its event stays small
@@ -84,9 +85,10 @@ class Heuristic:
             return Decision((*actions, *grown), why, passed_over=passed_over(state, self.rules, grown))
         self._is_next_step = self._may_step_again(state, actions)
         must_look, why = (True, "looks for the next step") if self._is_next_step else self._look(state)
-        if must_look:
-            self._looks_at = state.epoch + 1
-        return Decision(tuple(actions), why, probe=must_look)
+        if not must_look:
+            return Decision(tuple(actions), why)
+        self._looks_at = state.epoch + 1
+        return Decision(tuple(actions), why, probe=True, not_probed=never_grown(state, self.rules))
 
     # Existing seeds
 
@@ -124,11 +126,11 @@ class Heuristic:
         return bool(why), why
 
     def _may_step_again(self, state: GrowthState, actions: Sequence[Action]) -> bool:
-        """Return whether all seeds are judged now, one of them is kept, and there is time for more. Their slots open again."""
+        """Return whether all seeds are judged now, one of them is kept, and the host may grow further. Their slots open again."""
         ended = {action.slot for action in actions if isinstance(action, Fossilize | Prune)}
         is_over = all(slot.place.name in ended for slot in state.slots if slot.stage in LIVING)
         is_kept = any(isinstance(action, Fossilize) for action in actions)
-        return is_over and is_kept and self._is_in_time(state.epochs, at=state.epoch + 1)
+        return is_over and is_kept and self._is_in_time(state.epochs, at=state.epoch + 1) and next_step(state, self.rules).is_starved
 
     def _first_look(self, epochs: int | None) -> int:
         """Return the epoch of the first check in a training of `epochs` epochs."""
@@ -363,11 +365,29 @@ def _row_of(slot: SlotState) -> set[str]:
     return {unit for candidate in slot.candidates for unit in candidate.widened}
 
 
+def never_grown(state: GrowthState, rules: HeuristicConfig) -> frozenset[tuple[str, str]]:
+    """Return the (slot, blueprint) of candidates for which the data will not suffice, however low the loss ends. They are not probed."""
+    samples, scale = state.samples_per_epoch, state.scale
+    if samples is None or scale is None:
+        return frozenset()
+    return frozenset(
+        (slot.place.name, candidate.blueprint)
+        for slot in state.slots
+        for candidate in slot.candidates
+        if samples_for_host(state, candidate.cost, rules, relative_end=LOWEST_END) / rules.overshoot > samples
+    )
+
+
 def passed_over(state: GrowthState, rules: HeuristicConfig, grown: Sequence[Action]) -> dict[str, dict[str, str]]:
-    """Return slot -> blueprint -> the rule by which a probed candidate does not grow, for the candidates with the best estimates."""
+    """Return slot -> blueprint -> the rule by which a candidate does not grow: probed ones, best estimates first, and those with too few data."""
     chosen = {action.slot: action.blueprint for action in grown if isinstance(action, Germinate)}
-    left = [(slot, candidate) for slot in state.slots for candidate in slot.candidates if candidate.promise is not None]
-    left = [(slot, candidate) for slot, candidate in left if chosen.get(slot.place.name) != candidate.blueprint]
+    left = [
+        (slot, candidate)
+        for slot in state.slots
+        for candidate in slot.candidates
+        if chosen.get(slot.place.name) != candidate.blueprint
+        and (candidate.promise is not None or _objection(slot, candidate, state, rules) is not None)
+    ]
     reasons: dict[str, dict[str, str]] = {}
     for slot, candidate in sorted(left, key=lambda pair: _worth(pair[1], state), reverse=True)[:MOST_REASONS]:
         reasons.setdefault(slot.place.name, {})[candidate.blueprint] = _why_not(slot, candidate, chosen, state, rules)
@@ -469,8 +489,8 @@ def _objection(slot: SlotState, candidate: Candidate, state: GrowthState, rules:
     return None
 
 
-def samples_for_host(state: GrowthState, new: Cost, rules: HeuristicConfig) -> float:
-    """Return the samples per epoch that a host with new seeds of this cost needs.
+def samples_for_host(state: GrowthState, new: Cost, rules: HeuristicConfig, *, relative_end: float | None = None) -> float:
+    """Return the samples per epoch that a host with new seeds of this cost needs. `relative_end` replaces the projected relative loss.
 
     The gap between training and validation loss grows with the load of the host (its weights per position that shares them), and with the
     loss itself: a host that will end near 0 has little to overfit to. A host of P parameters and F FLOPs has a load in proportion to
@@ -479,4 +499,5 @@ def samples_for_host(state: GrowthState, new: Cost, rules: HeuristicConfig) -> f
     assert state.scale is not None
     grown, host = total([state.host_cost, state.added, new]), state.host_cost
     times = (grown.parameters / max(host.parameters, 1)) ** 2 * max(host.flops, 1) / max(grown.flops, 1)
-    return rules.evidence_of_host * state.scale.relative(projected_end(state)) * times * state.host_load
+    end = state.scale.relative(projected_end(state)) if relative_end is None else relative_end
+    return rules.evidence_of_host * end * times * state.host_load

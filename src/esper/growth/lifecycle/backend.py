@@ -17,7 +17,7 @@ from esper.growth.host.layout import Place
 from esper.growth.lifecycle.stages import Contribution, Stage
 from esper.growth.seeds.seed import Blending
 
-StartWeights = Literal["random", "gradmax", "best"]
+StartWeights = Literal["random", "gradmax"]
 
 
 class Ramp(msgspec.Struct):

@@ -7,7 +7,7 @@ module behind a submodule of the host, with an optimiser of its own. A fleet has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -35,7 +35,7 @@ from esper.growth.lifecycle.stages import (
 from esper.growth.measure.contribution import Allowance, allowance, marginal_rent, total
 from esper.growth.seeds.blueprints import REGISTRY, Blueprint, blueprints_for, check_branch, cost_of, get_blueprint, is_built_in, widened_by
 from esper.growth.seeds.seed import GATE_WIDTH, MakeOptimizer, Seed, SeedLearner, group_of
-from esper.growth.seeds.start import DRAWS, BestDraw, Draw, GradMax, StartSearch, reason_against_gradmax
+from esper.growth.seeds.start import GradMax, Weights, reason_against_gradmax
 from esper.growth.seeds.width import IN_SHADOW, WidthSeed
 from esper.rng import Streams
 
@@ -536,29 +536,19 @@ class ModuleBackend(SlotBackend):
         if seed.spec.wide and not plan.is_connected:
             seed.spec = msgspec.structs.replace(seed.spec, order=seed.spec.order + IN_SHADOW)
         learner = self._make_learner(seed, warmup=plan.warmup)
-        if plan.start != "random":
-            learner.search = self._new_search(seed, plan)
+        if plan.start == "gradmax":
+            born = {name: parameter.detach().clone() for name, parameter in seed.named_parameters()}
+            learner.search = self._search(seed, born, steps=plan.start_steps, random_seed=plan.random_seed)
             learner.search.show()
         self.slot.plant(seed, connected=plan.is_connected)
         self.slot.alpha = plan.alpha
         self.learner = learner
 
-    def _new_search(self, seed: Seed, plan: SeedPlan) -> StartSearch:
-        """Return the search for the start weights of a new seed."""
+    def _search(self, seed: Seed, born: Weights, *, steps: int, random_seed: int = 0) -> GradMax:
+        """Return the search for the start weights of a seed."""
         assert isinstance(seed, WidthSeed)
-        if plan.start == "gradmax":
-            return self._search(seed, plan.start, [_weights_of(seed)], steps=plan.start_steps, random_seed=plan.random_seed)
-        others = [
-            self._slotted.new_seed(self.place.name, plan.blueprint, random_seed=plan.random_seed + number) for number in range(1, DRAWS)
-        ]
-        return self._search(seed, plan.start, [_weights_of(one) for one in (seed, *others)], steps=plan.start_steps)
-
-    def _search(self, seed: WidthSeed, start: str, draws: Sequence[Draw], *, steps: int, random_seed: int = 0) -> StartSearch:
-        if start == "gradmax":
-            chain = widened_by(get_blueprint(seed.spec.blueprint), self.place_now())
-            modules = dict(self._slotted.host.named_modules())
-            return GradMax(seed, draws, chain, modules, steps=steps, random_seed=random_seed)
-        return BestDraw(seed, draws, self.place.name, lambda slot, weights: self._make_learner(weights), steps=steps)
+        chain = widened_by(get_blueprint(seed.spec.blueprint), self.place_now())
+        return GradMax(seed, born, chain, dict(self._slotted.host.named_modules()), steps=steps, random_seed=random_seed)
 
     def why_random(self, blueprint: str, start: StartWeights) -> str:
         return reason_against_gradmax(self._slotted, self.place.name, blueprint) if start == "gradmax" else ""
@@ -631,8 +621,7 @@ class ModuleBackend(SlotBackend):
             self.learner.load_state_dict(state["learner"])
         self.learner.search = None
         if (saved := state.get("search")) is not None:  # missing in files of earlier versions
-            assert isinstance(self.slot.seed, WidthSeed)
-            self.learner.search = self._search(self.slot.seed, "gradmax" if "sets" in saved else "best", [], steps=saved["steps"])
+            self.learner.search = self._search(self.slot.seed, {}, steps=saved["steps"])
             self.learner.search.load_state_dict(saved)
         self.slot.alpha = state["alpha"]
         self.slot.is_kept = life.stage is Stage.FOSSILIZED
@@ -644,10 +633,6 @@ class ModuleBackend(SlotBackend):
         learner = SeedLearner(seed, self._optimizer, group, self._config, self._make, warmup=warmup)
         learner.loss_unit = self.loss_unit
         return learner
-
-
-def _weights_of(seed: Seed) -> Draw:
-    return {name: parameter.detach().clone() for name, parameter in seed.named_parameters()}
 
 
 def make_backends(

@@ -206,7 +206,8 @@ class Decision:
 
     actions: tuple[Action, ...] = ()  # at most one per slot
     reason: str = ""  # why nothing is done, or the common purpose of the actions
-    probe: bool = False  # probe all candidates during the next epoch
+    probe: bool = False  # probe all candidates during the next epoch, apart from those in `not_probed`
+    not_probed: frozenset[tuple[str, str]] = frozenset()  # (slot, blueprint) of candidates that will not be grown whatever a probe says
     measure_kept: bool = False  # measure the contributions of fossilized seeds too at the end of the next epoch
     passed_over: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # slot -> blueprint -> why it does not grow, after a probe
 

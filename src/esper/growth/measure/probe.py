@@ -19,11 +19,11 @@ value for any other optimiser. W is zero before every such step, so weight decay
 they only learn after W has moved, which is of second order (measurements in docs/log.md).
 
 Portions. Candidates are evaluated in portions, so that the probe needs no more resources than the host itself. A portion has at most as
-many weights as the host (or a million, if the host is smaller), and evaluating it takes at most the FLOPs of a training step. A candidate
-larger than the host gets a portion of its own; one that is many times as large is not evaluated. A portion is built when its turn comes,
-evaluated at some steps, and deleted once its estimates are known. Candidates are evaluated on whole batches, because behind a batch norm
-the gradient of part of a batch is mostly noise that cancels over the whole batch. An epoch that is too short for two steps per candidate
-therefore gets larger portions, which take more FLOPs per step but not more weights.
+many weights as the host (or four million, if the host is smaller), and evaluating it takes at most the FLOPs of a training step. A
+candidate larger than the host gets a portion of its own; one that is many times as large is not evaluated. A portion is built when its turn
+comes, evaluated at some steps, and deleted once its estimates are known. Candidates are evaluated on whole batches, because behind a batch
+norm the gradient of part of a batch is mostly noise that cancels over the whole batch. An epoch that is too short for two steps per
+candidate therefore gets larger portions, which take more FLOPs per step but not more weights.
 
 Schedule. `ProbeRunner` runs the probe at the last steps of the epoch after the request, or at the first steps if the length of an epoch is
 unknown.
@@ -35,10 +35,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -48,18 +48,16 @@ from torch.optim import Optimizer
 from esper.gradients import unscaled
 from esper.growth.host.slots import Slot
 from esper.growth.host.slotted import Slotted
+from esper.growth.lifecycle.slots import ModuleBackend, SlotLifecycles
 from esper.growth.lifecycle.stages import Cost, Stage
 from esper.growth.seeds.blueprints import build_branch, cost_of, get_blueprint, live_parameters
 from esper.growth.seeds.seed import MakeOptimizer, SeedLearner, group_of
 from esper.growth.seeds.width import CANDIDATE, WidthSeed
 
-if TYPE_CHECKING:  # it imports this module, for the start weights of seeds
-    from esper.growth.lifecycle.slots import ModuleBackend, SlotLifecycles
-
 STEPS_ALONG = 32  # optimiser steps along the same gradient; a momentum of 0.9 is then within 4 % of its limit
 LEAST_ANSWERS = 2  # least number of steps per candidate; with one, signal and noise cannot be separated
 MOST_TIMES_THE_HOST = 4  # a candidate with more weights than this many hosts is not evaluated, unless it is small, see below
-LEAST_PARAMETERS = 2**20  # a portion may have this many parameters (4 MB) even if the host is smaller
+LEAST_PARAMETERS = 2**22  # a portion may have this many parameters (16 MB) even if the host is smaller
 Key = tuple[str, str]  # slot, blueprint
 Promises = dict[Key, float]  # estimated fall of the loss per step
 MakeLearner = Callable[[str, nn.Module], SeedLearner]  # (slot, weights) -> learner as a seed in that slot would have
@@ -474,15 +472,15 @@ class ProbeRunner:
         self.slotted, self.lifecycles, self.optimizer, self.make = slotted, lifecycles, optimizer, make
         self.probe: Probe | None = None  # None unless one was requested for this epoch
 
-    def request(self) -> None:
-        """Request a probe of all candidates that fit a dormant slot and the rest of the budget."""
+    def request(self, *, without: Collection[Key] = ()) -> None:
+        """Request a probe of all candidates that fit a dormant slot and the rest of the budget, apart from those in `without`."""
         allowed = self.lifecycles.allowance()
         wanted = [
             (name, option.name)
             for name, options in self.lifecycles.options.items()
             if self.lifecycles.backends[name].life.stage is Stage.DORMANT
             for option in options
-            if allowed.refusal(self.lifecycles.price(name, option.name)) is None
+            if (name, option.name) not in without and allowed.refusal(self.lifecycles.price(name, option.name)) is None
         ]
         config = self.lifecycles.config
         self.probe = (

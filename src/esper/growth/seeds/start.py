@@ -1,13 +1,13 @@
-"""Start weights of new units, other than the random incoming and zero outgoing weights that a width seed has at birth.
+"""GradMax: start weights of new units, other than the random incoming and zero outgoing weights that a width seed has at birth.
 
-    best       the one of several random draws whose outgoing weights would lower the loss fastest, by the estimate of the probe
-    gradmax    zero incoming weights, and the outgoing weights that give them the largest gradient (Evci et al., 2022)
+New units get zero incoming weights, and the outgoing weights that give them the largest gradient (Evci et al., 2022). That needs gradients.
+So the seed measures them in its first training steps, in which it does not learn: it shows one set of outgoing weights after the other,
+always as the identity, and takes its own weights when the measurement is over. `SeedLearner.step` calls `take` instead of a step of the
+optimiser. The state of the search is saved with the seed.
 
-Both need gradients. So the seed measures them in its first training steps, in which it does not learn: it shows one draw or one set of
-outgoing weights after the other, always as the identity, and takes its own weights when the measurement is over. `SeedLearner.step` calls
-`take` instead of a step of the optimiser. The state of a search is saved with the seed.
+The best of several random draws, by the estimate of the probe, was tried too, and won nowhere (docs/log.md).
 
-GradMax. With zero incoming weights, their gradient is linear in the outgoing weights v of a unit: M·v, with M from the data. The right
+With zero incoming weights, their gradient is linear in the outgoing weights v of a unit: M·v, with M from the data. The right
 singular vectors of M with the largest singular values, as outgoing weights of unit length, maximise the length of the whole gradient. The
 seed finds M column by column: its units show unit vectors as outgoing weights, so that the gradient of their incoming weights is a column.
 If there are more columns than the steps allow, a random part of them is measured, and the other outgoing weights stay zero. If there are
@@ -25,7 +25,6 @@ Shapes: k = new units, D = outgoing weights of a unit, K = measured columns, I =
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,105 +39,11 @@ from esper.growth.host.layout import Units
 from esper.growth.host.slots import tensors_in
 from esper.growth.host.slotted import Slotted
 from esper.growth.host.units import Layer, has_weight_norm, layer_of
-from esper.growth.measure.probe import MakeLearner, Trial, fall_of
 from esper.growth.seeds.blueprints import get_blueprint, widened_by
 from esper.growth.seeds.width import CANDIDATE, WidePart, WidthSeed
 
-DRAWS = 4  # random draws among which the best is chosen
 NEARLY_ZERO = 1e-30  # bias of a unit that starts at zero, on the side on which a ReLU has a gradient
-Draw = dict[str, Tensor]  # the parameters of a seed, by name
-
-
-class StartSearch(ABC):
-    """Search for the start weights of a seed. `draws` are the weights of equal seeds with other random numbers; the first are its own."""
-
-    def __init__(self, seed: WidthSeed, draws: Sequence[Draw], *, steps: int) -> None:
-        self.seed, self.steps = seed, steps
-        self.failure = ""  # why the weights of birth were kept; "" if they were not
-        self._draws, self._number = list(draws), 0
-
-    @property
-    def is_over(self) -> bool:
-        return self._number >= self.steps
-
-    def take(self, norm: Tensor) -> None:
-        """Note the gradients of one training step, whose norm is given, and show the next weights, or choose at the last step."""
-        with torch.no_grad():
-            self._note(torch.isfinite(norm))
-            self._number += 1
-            if not self.is_over:
-                self.show()
-                return
-            self.failure = self._choose()
-            if self.failure:
-                self._use(0)
-            # The statistics are those of other weights than the chosen ones.
-            for part in self.seed.parts:
-                if isinstance(part.own, _NormBase):
-                    part.own.reset_running_stats()
-            self._draws = []
-
-    def _use(self, number: int) -> None:
-        """Give the seed the weights of a draw."""
-        for name, parameter in self.seed.named_parameters():
-            parameter.data.copy_(self._draws[number][name])
-
-    @abstractmethod
-    def show(self) -> None:
-        """Give the seed the weights for the next step."""
-
-    @abstractmethod
-    def _note(self, is_finite: Tensor) -> None:
-        """Add the gradients of a step, unless they are not finite."""
-
-    @abstractmethod
-    def _choose(self) -> str:
-        """Give the seed its start weights, or return why it cannot."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"number": self._number, "steps": self.steps, "failure": self.failure, "draws": self._draws}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        device = self.seed.alpha.device
-        self._number, self.steps, self.failure = state["number"], state["steps"], state["failure"]
-        self._draws = [{name: tensor.to(device) for name, tensor in draw.items()} for draw in state["draws"]]
-
-
-class BestDraw(StartSearch):
-    """Chooses the draw with the largest estimate of the probe: how far one step of its outgoing weights would lower the loss."""
-
-    def __init__(self, seed: WidthSeed, draws: Sequence[Draw], slot: str, make_learner: MakeLearner, *, steps: int) -> None:
-        super().__init__(seed, draws, steps=steps)
-        self._slot, self._make_learner = slot, make_learner
-        self._live = [parameter for part in seed.parts if part.back is not None for parameter in part.back.parameters()]
-        self._trials = [Trial(seed, self._live) for _ in range(DRAWS)]
-
-    def show(self) -> None:
-        self._use(self._number % DRAWS)
-
-    def _note(self, is_finite: Tensor) -> None:
-        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in self._live]
-        self._trials[self._number % DRAWS].add([gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients])
-
-    def _choose(self) -> str:
-        with torch.enable_grad():
-            found = [fall_of(trial, self._slot, self._make_learner) for trial in self._trials]
-        falls = [math.nan if fall is None else float(fall) for fall in found]
-        if not all(map(math.isfinite, falls)):
-            return "the gradients of some draws were not finite"
-        self._use(max(range(DRAWS), key=falls.__getitem__))
-        return ""
-
-    def state_dict(self) -> dict[str, Any]:
-        trials = [{"sums": list(trial.sums), "squares": trial.squares, "steps": trial.steps} for trial in self._trials]
-        return {**super().state_dict(), "trials": trials}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        device = self.seed.alpha.device
-        for trial, saved in zip(self._trials, state["trials"], strict=True):
-            trial.sums = [part.to(device) for part in saved["sums"]]
-            trial.squares, trial.steps = (None if part is None else part.to(device) for part in (saved["squares"], saved["steps"]))
+Weights = dict[str, Tensor]  # the parameters of a seed, by name
 
 
 class _Outgoing:
@@ -207,44 +112,62 @@ class _Outgoing:
         return ""
 
 
-class GradMax(StartSearch):
-    """Sets the incoming weights to zero, and the outgoing ones so that the gradient of the incoming ones is the largest possible."""
+class GradMax:
+    """Search for the start weights of a seed. It takes `steps` training steps, and learns nothing in them.
+
+    `born` are the weights that the seed has at birth. It keeps them where GradMax has none, and if the search fails.
+    """
 
     def __init__(
-        self,
-        seed: WidthSeed,
-        draws: Sequence[Draw],
-        chain: Sequence[Units],
-        host: Mapping[str, nn.Module],
-        *,
-        steps: int,
-        random_seed: int = 0,
+        self, seed: WidthSeed, born: Weights, chain: Sequence[Units], host: Mapping[str, nn.Module], *, steps: int, random_seed: int = 0
     ) -> None:
-        super().__init__(seed, draws, steps=steps)
+        self.seed, self.steps = seed, steps
+        self.failure = ""  # why the weights of birth were kept; "" if they were not
+        self._born, self._number = born, 0
         parts = {plan.module: part for plan, part in zip(seed.spec.wide, seed.parts, strict=True)}
         self._sets = [_Outgoing(units, parts, host, steps=steps, random_seed=random_seed) for units in chain]
 
+    @property
+    def is_over(self) -> bool:
+        return self._number >= self.steps
+
     def show(self) -> None:
+        """Give the seed the weights for the next step."""
         for one in self._sets:
             one.set_incoming_to_zero(one.units)
             one.show(self._number)
 
-    def _note(self, is_finite: Tensor) -> None:
-        for one in self._sets:
-            one.note(self._number, is_finite)
+    def take(self, norm: Tensor) -> None:
+        """Note the gradients of one training step, whose norm is given, and show the next weights, or choose at the last step."""
+        with torch.no_grad():
+            for one in self._sets:
+                one.note(self._number, torch.isfinite(norm))
+            self._number += 1
+            if not self.is_over:
+                self.show()
+                return
+            self._use_born()  # for units without a singular vector of their own
+            self.failure = next(filter(None, [one.choose(self.steps) for one in self._sets]), "")
+            if self.failure:
+                self._use_born()
+            # The statistics are those of other weights than the chosen ones.
+            for part in self.seed.parts:
+                if isinstance(part.own, _NormBase):
+                    part.own.reset_running_stats()
+            self._born = {}
 
-    def _choose(self) -> str:
-        self._use(0)  # for units without a singular vector of their own
-        return next(filter(None, [one.choose(self.steps) for one in self._sets]), "")
+    def _use_born(self) -> None:
+        for name, parameter in self.seed.named_parameters():
+            parameter.data.copy_(self._born[name])
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            **super().state_dict(),
-            "sets": [{"columns": one.columns, "length": one.length, "sums": one.sums.clone()} for one in self._sets],
-        }
+        sets = [{"columns": one.columns, "length": one.length, "sums": one.sums.clone()} for one in self._sets]
+        return {"number": self._number, "steps": self.steps, "failure": self.failure, "born": self._born, "sets": sets}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+        device = self.seed.alpha.device
+        self._number, self.steps, self.failure = state["number"], state["steps"], state["failure"]
+        self._born = {name: tensor.to(device) for name, tensor in state["born"].items()}
         for one, saved in zip(self._sets, state["sets"], strict=True):
             one.columns, one.length, one.sums = saved["columns"].cpu(), saved["length"], saved["sums"].cpu().clone()
 
@@ -270,7 +193,7 @@ def reason_against_gradmax(slotted: Slotted, slot: str, blueprint: str) -> str:
                     for parameter in () if layer is None else layer.parameters():
                         parameter.data.mul_(factor)
             largest[factor] = _tried(slotted, seed)[0]
-        GradMax(seed, [], chain, modules, steps=2).show()
+        GradMax(seed, {}, chain, modules, steps=2).show()
         at_zero, gradients = _tried(slotted, seed)
     except (RuntimeError, ValueError) as error:
         return f"the host cannot be tried on its example in training mode: {error}"
