@@ -273,7 +273,6 @@ def test_start_weights_are_compared_and_gradmax_is_random_behind_batch_norms(tmp
         assert rows["gradmax"]["parameters"] == rows["random"]["parameters"] > rows["never"]["parameters"]
         assert bool(rows["gradmax"]["why_random"]) == (task == "digits")
         assert (rows["gradmax"]["test_loss"] == rows["random"]["test_loss"]) == (task == "digits")
-        assert rows["best"]["test_loss"] != rows["random"]["test_loss"]
 
 
 def shadow_options(*more: str) -> list[str]:

@@ -348,7 +348,7 @@ def test_a_last_block_has_a_default_slot_for_seeds_that_widen_the_units_inside_i
     slotted = add_slots(nn.Sequential(Residual(8), Residual(8)), torch.randn(2, 8, 4, 4))
     assert list(slotted.slots) == ["0", "1"]
     assert {blueprint.name for blueprint in blueprints_for(slotted.place("1"))} == {
-        f"widen_{percent}" for percent in (25, 50, 100, 300, 700)
+        f"widen_{percent}" for percent in (25, 50, 100, 300, 700, 1500)
     }
     assert "conv3x3" in {blueprint.name for blueprint in blueprints_for(slotted.place("0"))}
     assert "it would change the predictions directly" in slotted.describe()

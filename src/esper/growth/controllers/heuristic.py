@@ -379,7 +379,7 @@ def never_grown(state: GrowthState, rules: HeuristicConfig) -> frozenset[tuple[s
 
 
 def passed_over(state: GrowthState, rules: HeuristicConfig, grown: Sequence[Action]) -> dict[str, dict[str, str]]:
-    """Return slot -> blueprint -> the rule by which a candidate does not grow: probed ones, best estimates first, and those with too few data."""
+    """Return slot -> blueprint -> the rule by which a candidate does not grow: for those with the best estimates, or with too few data."""
     chosen = {action.slot: action.blueprint for action in grown if isinstance(action, Germinate)}
     left = [
         (slot, candidate)
