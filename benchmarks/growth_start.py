@@ -1,4 +1,4 @@
-"""Start weights of new units: a host whose layers all double at a tenth of the training, with random weights and by GradMax.
+"""Start weights of new units, random or by GradMax, in hosts whose layers all double after a tenth of the training.
 
     python benchmarks/growth_start.py --jobs 16
     python benchmarks/growth_start.py --cells teacher,digits/plain --seeds 2 --epochs 10

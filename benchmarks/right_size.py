@@ -292,6 +292,7 @@ def run_static(setting: Setting, times: int, seed: int) -> list[Record]:
 
 
 def _prepare(setting: Setting) -> None:
+    """Let a GPU choose the fastest way to compute each convolution."""
     torch.backends.cudnn.benchmark = setting.device != "cpu"
 
 

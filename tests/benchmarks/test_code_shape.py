@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not BENCHMARKS.is_dir(), reas
 
 
 def test_a_step_passes_six_files_and_the_end_of_an_epoch_twelve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one more with a seed in width, as in this training: what it computes is a chapter of its own."""
+    """The training of this test grows in width, and `seeds/width.py` is one more file."""
     monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
     import code_shape
 

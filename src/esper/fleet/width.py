@@ -40,7 +40,7 @@ class WidthKind:
         seed = self.build(random_seed=0)
         self.layout = Layout.of(seed)
         self.buffers = Layout.of_tensors(statistics_of(seed), place.dtype)
-        # The weights by which the host reads new units: a mask over all weights of a seed, and their places in its row.
+        # `is_back` marks the weights of a seed by which the host reads new units, and `back` lists their positions in its row.
         is_back = torch.cat([torch.full((shape.numel(),), ".back." in name) for name, shape in self.layout.shapes.items()])
         self.is_back, self.back = upload(is_back, place.device), upload(is_back.nonzero().squeeze(1), place.device)
 

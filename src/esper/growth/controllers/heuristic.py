@@ -56,7 +56,7 @@ FIRST_LOOK = 2  # earliest epoch of the first check
 PATIENCE = 3  # a seed may be pruned after this many times `holding_epochs`, because some seeds become useful late
 LITTLE_BEHIND = 0.1  # a slot is at the end of the host if less than this share of the host's FLOPs comes after it
 MOST_OF_THE_LOSS = 0.5  # a seed lowers the loss by this fraction at most; the first steps of a candidate often promise all of it
-LOWEST_END = 0.03  # no host is expected to end with a lower relative loss, when it is decided what is probed
+HOPEFUL_END = 0.03  # relative loss that a host may end with in the best case, where it is decided what is probed
 LEAST_END = 0.06  # relative loss that a host is expected to end with at least, where sizes of seeds are compared
 MOST_EPOCHS = 10_000  # search range for the advice on how long to train
 MOST_REASONS = 200  # candidates that a decision says why they were left out, so that its event stays small
@@ -126,7 +126,7 @@ class Heuristic:
         return bool(why), why
 
     def _may_step_again(self, state: GrowthState, actions: Sequence[Action]) -> bool:
-        """Return whether all seeds are judged now, one of them is kept, and the host may grow further. Their slots open again."""
+        """Return whether all seeds are judged now, one of them is kept (its slot opens again), and the host may grow further."""
         ended = {action.slot for action in actions if isinstance(action, Fossilize | Prune)}
         is_over = all(slot.place.name in ended for slot in state.slots if slot.stage in LIVING)
         is_kept = any(isinstance(action, Fossilize) for action in actions)
@@ -366,7 +366,7 @@ def _row_of(slot: SlotState) -> set[str]:
 
 
 def never_grown(state: GrowthState, rules: HeuristicConfig) -> frozenset[tuple[str, str]]:
-    """Return the (slot, blueprint) of candidates for which the data will not suffice, however low the loss ends. They are not probed."""
+    """Return the (slot, blueprint) of candidates that even a loss of `HOPEFUL_END` would leave without enough data. They are not probed."""
     samples, scale = state.samples_per_epoch, state.scale
     if samples is None or scale is None:
         return frozenset()
@@ -374,12 +374,12 @@ def never_grown(state: GrowthState, rules: HeuristicConfig) -> frozenset[tuple[s
         (slot.place.name, candidate.blueprint)
         for slot in state.slots
         for candidate in slot.candidates
-        if samples_for_host(state, candidate.cost, rules, relative_end=LOWEST_END) / rules.overshoot > samples
+        if samples_for_host(state, candidate.cost, rules, relative_end=HOPEFUL_END) / rules.overshoot > samples
     )
 
 
 def passed_over(state: GrowthState, rules: HeuristicConfig, grown: Sequence[Action]) -> dict[str, dict[str, str]]:
-    """Return slot -> blueprint -> the rule by which a candidate does not grow: for those with the best estimates, or with too few data."""
+    """Return slot -> blueprint -> the rule by which a candidate does not grow: for those with the best estimates, or not probed."""
     chosen = {action.slot: action.blueprint for action in grown if isinstance(action, Germinate)}
     left = [
         (slot, candidate)
@@ -490,7 +490,9 @@ def _objection(slot: SlotState, candidate: Candidate, state: GrowthState, rules:
 
 
 def samples_for_host(state: GrowthState, new: Cost, rules: HeuristicConfig, *, relative_end: float | None = None) -> float:
-    """Return the samples per epoch that a host with new seeds of this cost needs. `relative_end` replaces the projected relative loss.
+    """Return the samples per epoch that a host with new seeds of this cost needs.
+
+    `relative_end` is the loss that it ends with, relative to the uninformed one; by default the projected one.
 
     The gap between training and validation loss grows with the load of the host (its weights per position that shares them), and with the
     loss itself: a host that will end near 0 has little to overfit to. A host of P parameters and F FLOPs has a load in proportion to

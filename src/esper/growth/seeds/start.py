@@ -113,9 +113,9 @@ class _Outgoing:
 
 
 class GradMax:
-    """Search for the start weights of a seed. It takes `steps` training steps, and learns nothing in them.
+    """Search for the start weights of a seed. It lasts `steps` training steps, in which the seed does not learn.
 
-    `born` are the weights that the seed has at birth. It keeps them where GradMax has none, and if the search fails.
+    `born` are the weights that the seed has at birth. Units for which GradMax has no weights keep them; if the search fails, all do.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class GradMax:
             one.show(self._number)
 
     def take(self, norm: Tensor) -> None:
-        """Note the gradients of one training step, whose norm is given, and show the next weights, or choose at the last step."""
+        """Note the gradients of a training step, whose norm is `norm`. Then show the next weights, or, after the last step, choose."""
         with torch.no_grad():
             for one in self._sets:
                 one.note(self._number, torch.isfinite(norm))
