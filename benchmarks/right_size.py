@@ -13,7 +13,7 @@ Arms, paired over seeds (same data, same order of batches):
     never       the same host, which never grows
     longer      the same host, trained for so many epochs that it costs at least the FLOPs of the grown run
     final       the architecture that the grown run ended with, from scratch, for as many epochs as the FLOPs of the grown run allow
-    x1 .. x256  static nets with this many times the parameters of the smallest host
+    x1 .. x512  static nets with this many times the parameters of the smallest host
     grid        of these, the one with the lowest validation loss, at the cost of all
     halving     successive halving over these sizes. Its longest run is chosen so that all runs together cost the FLOPs of the grown run if
                 the largest nets survive
@@ -68,9 +68,9 @@ def _conv_sizes(widths: dict[int, int]) -> dict[int, Size]:
 
 
 WORKS = {
-    "digits": Work(_conv_sizes({1: 4, 2: 6, 4: 8, 8: 12, 16: 16, 32: 24, 64: 32, 128: 48}), 40, 20, 0.01),
+    "digits": Work(_conv_sizes({1: 4, 2: 6, 4: 8, 8: 12, 16: 16, 32: 24, 64: 32, 128: 48}), 40, 40, 0.01),
     "digits-1d": Work(_conv_sizes({1: 2, 2: 3, 4: 4, 8: 7, 16: 10, 32: 14, 64: 20, 128: 28, 256: 40}), 40, 12, 0.01),
-    "cifar10": Work(_conv_sizes({1: 8, 2: 12, 4: 16, 8: 24, 16: 32, 32: 48, 64: 64, 128: 90, 256: 128}), 20, 12, 0.01),
+    "cifar10": Work(_conv_sizes({1: 8, 2: 12, 4: 16, 8: 24, 16: 32, 32: 48, 64: 64, 128: 90, 256: 128, 512: 181}), 20, 12, 0.01),
     "text": Work(
         {1: (32, 2, 2), 2: (48, 2, 3), 4: (64, 3, 4), 8: (96, 3, 6), 16: (128, 4, 8), 32: (192, 4, 12)}, 20, 8, 0.003, samples=4_000
     ),
@@ -259,7 +259,7 @@ def from_scratch(grown: nn.Module, start: nn.Module, task: Task, *, seed: int) -
 # Runs
 
 
-def run_growing(setting: Setting, seed: int, without: tuple[str, ...]) -> list[Record]:
+def run_growing(setting: Setting, *, seed: int, without: tuple[str, ...]) -> list[Record]:
     """The arms whose cost follows from the grown run, but for those in `without`."""
     _prepare(setting)
     task, work = setting.load(seed), setting.work
@@ -284,7 +284,7 @@ def run_growing(setting: Setting, seed: int, without: tuple[str, ...]) -> list[R
     return [{"arm": arm, "seed": seed, **setting.about, **record} for arm, record in arms.items()]
 
 
-def run_static(setting: Setting, times: int, seed: int) -> list[Record]:
+def run_static(setting: Setting, times: int, *, seed: int) -> list[Record]:
     _prepare(setting)
     task, began = setting.load(seed), _now(setting)
     record = static(setting, task, setting.make(task, setting.work.sizes[times], seed), seed=seed, epochs=setting.work.epochs)
@@ -396,15 +396,10 @@ def main(arguments: list[str] | None = None) -> None:
     earlier = [run for run in output.earlier if "seed" in run and about <= run.items() and run["seed"] < work.seeds]
     runs = [run for run in earlier if run["arm"] in arms | {"longer", "final", "halving"}]
     have = {(run["arm"], run["seed"]) for run in runs}
-    jobs = [
-        job
-        for seed in range(work.seeds)
-        for arm, job in [
-            ("grown", partial(run_growing, setting, seed, tuple(options.without))),
-            *((f"x{times}", partial(run_static, setting, times, seed)) for times in reversed(sizes)),
-        ]
-        if (arm, seed) not in have
-    ]
+    # The longest runs first, so that no worker ends long after the others.
+    by_arm = {"grown": partial(run_growing, setting, without=tuple(options.without))}
+    by_arm |= {f"x{times}": partial(run_static, setting, times) for times in reversed(sizes)}
+    jobs = [partial(job, seed=seed) for arm, job in by_arm.items() for seed in range(work.seeds) if (arm, seed) not in have]
     runs += run_all(jobs, processes=options.jobs, output=output)
     record = summary(setting, runs)
     output.write(record)
