@@ -12,14 +12,14 @@ Arms, paired over seeds (same data order; all that start small have the same fir
     big        the full inner width from the start
     equal      big, for as many epochs as the FLOPs of `random` pay for
     random     grows on schedule to the full inner width; new units have random incoming and zero outgoing weights
-    gradmax    the same, with zero incoming weights and outgoing weights by GradMax; left out where this version has no such start weights
     heuristic  grows where, when and what the heuristic decides, in width and depth, up to the parameters of `big`
 
 The paper (Evci et al., ICLR 2022) trains 200 epochs and adds a twelfth of the missing units in each of 12 steps between 13 % and 48 % of
 the training. Here, there are fewer epochs (`--epochs`), and the units are doubled twice, after 19 % and 36 % of the training, when the
 paper's width passes the middle of these steps. New units that contribute nothing are not kept. A tenth of the training images are for
-validation. As in the paper's code, there is no norm within a block, and the ReLU between its convolutions has the gradient 1 at 0, because
-units with zero incoming weights would never learn otherwise.
+validation. As in the paper's code, there is no norm within a block, and the ReLU between its convolutions has the gradient 1 at 0. GradMax
+needs that: its new units have zero incoming weights. It was an arm too, was not better than `random`, and is gone; the results file keeps
+its runs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from esper.tasks import Task
 from growth_runs import Setting, add_options, compared, difference, earlier_runs, mean, print_table, run_all, shown, train
 from records import RESULTS, Output, Record
 
-ARMS = ("small", "big", "random", "gradmax", "heuristic")  # `equal` comes after them, with the FLOPs of `random`
+ARMS = ("small", "big", "random", "heuristic")  # `equal` comes after them, with the FLOPs of `random`
 GROWN_AFTER = (0.19, 0.36)  # parts of the training after which the inner width is doubled
 CHANNELS, STRIDES = (16, 32, 64), (1, 2, 2)  # of the three groups of blocks
 SMALL = 0.25  # inner width of a block, relative to that of WRN-28-1
@@ -166,13 +166,6 @@ def on_schedule(setting: WideSetting, seed: int) -> GrowthConfig:
     return structs.replace(config, seed_optimizer=SeedOptimizerConfig(warmup_epochs=0.0, max_grad_norm=None))
 
 
-def with_gradmax(config: GrowthConfig) -> GrowthConfig | None:
-    """Return the config with GradMax's start weights; None if this version of the library has none."""
-    if "start_weights" not in LifecycleConfig.__struct_fields__:
-        return None
-    return structs.replace(config, lifecycle=structs.replace(config.lifecycle, start_weights="gradmax"))
-
-
 def parameters(depth: int, width: float) -> int:
     return sum(parameter.numel() for parameter in WideResNet(depth, width).parameters())
 
@@ -187,9 +180,8 @@ def run_one(setting: WideSetting, arm: str, seed: int, epochs: int | None = None
     torch.backends.cudnn.benchmark = True
     controller: Controller | str = "heuristic" if arm == "heuristic" else "never"
     config: GrowthConfig | None = up_to_big(setting, seed) if arm == "heuristic" else None
-    if arm in ("random", "gradmax"):
+    if arm == "random":
         controller, config = Doublings(growth_epochs(setting.epochs)), on_schedule(setting, seed)
-        config = config if arm == "random" else with_gradmax(config)
     host = make_host(setting.depth, 1.0 if arm in ("big", "equal") else SMALL, seed=seed)
     return [{"arm": arm, **train(setting, host, controller, seed=seed, epochs=epochs, config=config)}]
 
@@ -249,9 +241,8 @@ def main(arguments: list[str] | None = None) -> None:
     output = Output(options.out, resume=not options.fresh)
     runs = [run for run in earlier_runs(output, setting) if run["seed"] < options.seeds]
     have = {(run["arm"], run["seed"]) for run in runs}
-    arms = [arm for arm in options.arms if arm != "gradmax" or with_gradmax(GrowthConfig()) is not None]
     # The longest runs first, so that no worker ends long after the others.
-    order = sorted(arms, key=("heuristic", "gradmax", "random", "big", "small").index)
+    order = sorted(options.arms, key=("heuristic", "random", "big", "small").index)
     jobs = [partial(run_one, setting, arm, seed) for arm in order for seed in range(options.seeds) if (arm, seed) not in have]
     runs += run_all(jobs, processes=options.jobs, output=output)
     trained = {(run["arm"], run["seed"]) for run in runs}

@@ -20,6 +20,7 @@ from esper.tasks import Split, Task, load_task
 
 with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by path
     patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+
     import growth_cells
     import growth_digits
     import growth_jumps
@@ -28,7 +29,6 @@ with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by
     import growth_raise
     import growth_runs
     import growth_shadow_cost
-    import growth_start
     import right_size
 
 PLAN = [(1, "blocks.0", "conv3x3"), (1, "blocks.1", "norm")]
@@ -260,19 +260,6 @@ def test_all_ways_to_raise_a_seed_are_compared(tmp_path: Path) -> None:
     for (way, _), row in rows.items():
         assert way == "never" or all(size > 0 for size in row["relative_size"].values())
     assert rows["shadow", 0.1]["train_gflops"] > rows["straight_through", 0.1]["train_gflops"] > rows["never", None]["train_gflops"]
-
-
-def test_start_weights_are_compared_and_gradmax_is_random_behind_batch_norms(tmp_path: Path) -> None:
-    path = tmp_path / "start.jsonl"
-    cells = "digits,digits/plain,teacher"
-    growth_start.main(["--cells", cells, "--seeds", "1", "--epochs", "12", "--jobs", "1", "--out", str(path)])
-    found = {record["task"]: {row["start"]: row for row in record["rows"]} for record in lines(path)[-3:]}
-    assert list(found) == cells.split(",")
-    for task, rows in found.items():
-        assert set(rows) == {"never", *growth_start.STARTS}
-        assert rows["gradmax"]["parameters"] == rows["random"]["parameters"] > rows["never"]["parameters"]
-        assert bool(rows["gradmax"]["why_random"]) == (task == "digits")
-        assert (rows["gradmax"]["test_loss"] == rows["random"]["test_loss"]) == (task == "digits")
 
 
 def shadow_options(*more: str) -> list[str]:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from esper.growth import GrowthConfig, LifecycleConfig
 from esper.tasks import Split, Task, load_task
 from esper.tasks.gpt_host import GPTHost
 
@@ -187,13 +186,6 @@ def test_units_with_zero_incoming_weights_can_learn() -> None:
     growth_wide_resnet.ReLUWithSlope()(zero).sum().backward()
     assert zero.grad is not None
     assert zero.grad.tolist() == [1.0, 1.0, 1.0]
-
-
-def test_gradmax_is_an_arm_where_the_library_has_its_start_weights() -> None:
-    has_it = "start_weights" in LifecycleConfig.__struct_fields__
-    config = growth_wide_resnet.with_gradmax(GrowthConfig())
-    assert (config is not None) == has_it
-    assert config is None or config.lifecycle.start_weights == "gradmax"
 
 
 def test_the_heuristic_may_grow_up_to_the_big_network() -> None:

@@ -44,9 +44,6 @@ class LifecycleConfig(Config):
     minimum_health: Fraction = 0.7  # shadow: minimum gradient health before blending
     blend_epochs: NonNegativeInt = 2  # epochs over which alpha rises after the shadow, or moves to another target
     blending: Literal["add", "multiply", "gate"] = "add"  # how a seed's branch changes the output of its slot; each starts as the identity
-    start_weights: Literal["random", "gradmax"] = "random"
-    """Of new units. random: random incoming, zero outgoing; gradmax: zero incoming, outgoing by the gradients of the seed's first steps, or
-    random where that is impossible."""
     alpha_curve: Literal["linear", "cosine"] = "linear"  # shape of the rise or fall of alpha
     alpha_target: PositiveFloat = 1.0  # shadow: final alpha, at most 1; joint seeds have alpha 1 from birth
     holding_epochs: PositiveInt = 3  # minimum epochs of probation before a seed may be fossilized

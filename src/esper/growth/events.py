@@ -133,8 +133,6 @@ class Widened(Event, tag="widened"):
     blueprint: str
     units: dict[str, int]  # layer -> units that the seed adds
     before: dict[str, int] = {}  # layer -> units of the host and of kept seeds that were there
-    start: str = "random"  # start weights of the new units, see LifecycleConfig
-    why_random: str = ""  # why the start weights are random, although the config has others
 
 
 class Folded(Event, tag="folded"):

@@ -17,7 +17,7 @@ from esper.growth.host.layout import Place
 from esper.growth.host.saving import load
 from esper.growth.host.slots import tensors_in
 from esper.growth.host.slotted import Slotted
-from esper.growth.seeds.blueprints import blueprints_for, flop_counter
+from esper.growth.seeds.blueprints import WIDENINGS, blueprints_for, flop_counter
 from esper.growth.seeds.seed import Blending
 from tests.growth.host.helpers import every_family, germinate, hooks_of, is_close, is_same, perturb, plant_kept_seeds, possible_growths, run
 from tests.growth.hosts import (
@@ -456,7 +456,7 @@ def test_seeds_in_a_time_first_sequence_do_not_mix_samples(blending: Blending) -
 # Masks and caches
 
 
-WIDER = ("widen_25", "widen_50", "widen_100", "widen_300", "widen_700", "widen_1500")
+WIDER = tuple(f"widen_{percent}" for percent in WIDENINGS)
 
 
 def offered(slotted: Slotted) -> set[str]:

@@ -14,7 +14,7 @@ from esper.growth import add_slots
 from esper.growth.host.layout import Reader, Through, Units
 from esper.growth.host.units import chains, find_units
 from esper.growth.lifecycle.stages import Cost
-from esper.growth.seeds.blueprints import blueprints_for, flop_counter, widening_cost
+from esper.growth.seeds.blueprints import WIDENINGS, blueprints_for, flop_counter, widening_cost
 
 IMAGES = torch.randn(2, 3, 8, 8)
 TOKENS = torch.randn(2, 5, 16)
@@ -347,9 +347,7 @@ def test_a_slot_after_a_block_widens_the_feedforward_network_and_one_after_the_a
 def test_a_last_block_has_a_default_slot_for_seeds_that_widen_the_units_inside_it_and_for_no_others() -> None:
     slotted = add_slots(nn.Sequential(Residual(8), Residual(8)), torch.randn(2, 8, 4, 4))
     assert list(slotted.slots) == ["0", "1"]
-    assert {blueprint.name for blueprint in blueprints_for(slotted.place("1"))} == {
-        f"widen_{percent}" for percent in (25, 50, 100, 300, 700, 1500)
-    }
+    assert {blueprint.name for blueprint in blueprints_for(slotted.place("1"))} == {f"widen_{percent}" for percent in WIDENINGS}
     assert "conv3x3" in {blueprint.name for blueprint in blueprints_for(slotted.place("0"))}
     assert "it would change the predictions directly" in slotted.describe()
     named = add_slots(nn.Sequential(Residual(8), Residual(8)), torch.randn(2, 8, 4, 4), slots=["1"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import msgspec
 
@@ -16,8 +16,6 @@ from esper.gradients import GradientStats
 from esper.growth.host.layout import Place
 from esper.growth.lifecycle.stages import Contribution, Stage
 from esper.growth.seeds.seed import Blending
-
-StartWeights = Literal["random", "gradmax"]
 
 
 class Ramp(msgspec.Struct):
@@ -64,8 +62,6 @@ class SeedPlan(msgspec.Struct, frozen=True):
     is_connected: bool  # the host's output goes through it from birth
     alpha: float
     warmup: int  # steps over which its learning rate rises
-    start: StartWeights = "random"  # of new units
-    start_steps: int = 0  # training steps in which other start weights than random ones are measured
 
 
 class SlotBackend(ABC):
@@ -124,14 +120,6 @@ class SlotBackend(ABC):
     def open_again(self) -> Self | None:
         """Open another slot at the same place, for a seed behind the kept one, and return it; None if a place has only one slot."""
         return None
-
-    def why_random(self, blueprint: str, start: StartWeights) -> str:
-        """Return why new units of a blueprint cannot have these start weights, so that theirs are random; "" if they can."""
-        return "" if start == "random" else "only seeds of a single model measure their start weights"
-
-    def take_failed_start(self) -> str:
-        """Return why the start weights of the seed, which were measured since the last call, are random after all; "" if they are not."""
-        return ""
 
     def why_not_removed(self) -> str:
         """Return why the kept seed cannot be removed, although it does not pay; "" if it can be."""

@@ -383,19 +383,7 @@ class HostGrowth(Generic[AnyBackend]):
         if isinstance(action, Germinate) and (blueprint := get_blueprint(action.blueprint)).share is not None:
             chain = widened_by(blueprint, backend.place_now())
             units, before = {one.name: one.added(blueprint.share) for one in chain}, {one.name: one.width + one.kept for one in chain}
-            start = self.config.lifecycle.start_weights
-            why_random = backend.why_random(action.blueprint, start)
-            self.emit(
-                Widened(
-                    epoch=self.epoch,
-                    slot=action.slot,
-                    blueprint=action.blueprint,
-                    units=units,
-                    before=before,
-                    start="random" if why_random else start,
-                    why_random=why_random,
-                )
-            )
+            self.emit(Widened(epoch=self.epoch, slot=action.slot, blueprint=action.blueprint, units=units, before=before))
         if isinstance(action, Shrink):
             view = self.lifecycles.view(action.slot, {})
             assert view.contribution is not None  # the gate has asked for it

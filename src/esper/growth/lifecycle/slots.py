@@ -20,7 +20,7 @@ from esper.growth.config import GrowthConfig, SeedOptimizerConfig
 from esper.growth.host.layout import Place
 from esper.growth.host.slots import Slot
 from esper.growth.host.slotted import Slotted
-from esper.growth.lifecycle.backend import Life, Ramp, SeedPlan, SlotBackend, StartWeights
+from esper.growth.lifecycle.backend import Life, Ramp, SeedPlan, SlotBackend
 from esper.growth.lifecycle.ledger import Entry, Ledger, Outcome, Step
 from esper.growth.lifecycle.stages import (
     LIVING,
@@ -34,9 +34,8 @@ from esper.growth.lifecycle.stages import (
 )
 from esper.growth.measure.contribution import Allowance, allowance, marginal_rent, total
 from esper.growth.seeds.blueprints import REGISTRY, Blueprint, blueprints_for, check_branch, cost_of, get_blueprint, is_built_in, widened_by
-from esper.growth.seeds.seed import GATE_WIDTH, MakeOptimizer, Seed, SeedLearner, group_of
-from esper.growth.seeds.start import GradMax, Weights, reason_against_gradmax
-from esper.growth.seeds.width import IN_SHADOW, WidthSeed
+from esper.growth.seeds.seed import GATE_WIDTH, MakeOptimizer, SeedLearner, group_of
+from esper.growth.seeds.width import IN_SHADOW
 from esper.rng import Streams
 
 Promised = Mapping[tuple[str, str], float]  # (slot, blueprint) -> fall of the loss per step, as estimated by the probe
@@ -95,21 +94,9 @@ class SlotLifecycles(Generic[AnyBackend]):
         number = len(self.ledger.entries) + 1
         is_joint = rules.raise_mode == "joint"
         random_seed = self._streams.integer(f"seed {number}")
-        is_wide = get_blueprint(blueprint).share is not None
-        backend.plant(
-            SeedPlan(
-                blueprint,
-                random_seed,
-                rules.blending,
-                is_joint,
-                alpha=1.0 if is_joint else 0.0,
-                warmup=self._warmup(),
-                start=rules.start_weights if is_wide and not backend.why_random(blueprint, rules.start_weights) else "random",
-                start_steps=2 * self.config.probe_steps,
-            )
-        )
+        cost, alpha = self.price(name, blueprint), 1.0 if is_joint else 0.0
+        backend.plant(SeedPlan(blueprint, random_seed, rules.blending, is_joint, alpha=alpha, warmup=self._warmup()))
         backend.life = Life(blueprint=blueprint, number=number, tried=backend.life.tried)
-        cost = self.price(name, blueprint)
         self.ledger.entries.append(
             Entry(
                 number,
@@ -337,8 +324,6 @@ class SlotLifecycles(Generic[AnyBackend]):
                 life.age += 1
             if (gradients := backend.gradients()) is not None:
                 life.gradients = gradients
-            if (failure := backend.take_failed_start()) and (entry := self._entry(life)) is not None:
-                entry.steps.append(Step(self.epoch, life.stage, f"its start weights are random: {failure}"))
             if life.stage is Stage.BLENDING and (life.ramp is None or life.ramp.done >= life.ramp.steps):
                 life.ramp = None
                 if life.is_withdrawing:
@@ -536,28 +521,9 @@ class ModuleBackend(SlotBackend):
         if seed.spec.wide and not plan.is_connected:
             seed.spec = msgspec.structs.replace(seed.spec, order=seed.spec.order + IN_SHADOW)
         learner = self._make_learner(seed, warmup=plan.warmup)
-        if plan.start == "gradmax":
-            born = {name: parameter.detach().clone() for name, parameter in seed.named_parameters()}
-            learner.search = self._search(seed, born, steps=plan.start_steps, random_seed=plan.random_seed)
-            learner.search.show()
         self.slot.plant(seed, connected=plan.is_connected)
         self.slot.alpha = plan.alpha
         self.learner = learner
-
-    def _search(self, seed: Seed, born: Weights, *, steps: int, random_seed: int = 0) -> GradMax:
-        """Return the search for the start weights of a seed."""
-        assert isinstance(seed, WidthSeed)
-        chain = widened_by(get_blueprint(seed.spec.blueprint), self.place_now())
-        return GradMax(seed, born, chain, dict(self._slotted.host.named_modules()), steps=steps, random_seed=random_seed)
-
-    def why_random(self, blueprint: str, start: StartWeights) -> str:
-        return reason_against_gradmax(self._slotted, self.place.name, blueprint) if start == "gradmax" else ""
-
-    def take_failed_start(self) -> str:
-        if self.learner is None or self.learner.search is None or not self.learner.search.is_over:
-            return ""
-        failure, self.learner.search = self.learner.search.failure, None
-        return failure
 
     def uproot(self) -> None:
         self.slot.plant(None)
@@ -598,12 +564,11 @@ class ModuleBackend(SlotBackend):
             "learner": None if self.learner is None else self.learner.state_dict(),
             "alpha": self.slot.alpha,
             "is_connected": self.slot.is_connected,
-            "search": None if self.learner is None or self.learner.search is None else self.learner.search.state_dict(),
         }
 
     def state_if_kept(self) -> dict[str, Any]:
         seed = dict(self.slot.seed.state_dict()) if self.slot.seed is not None and self.slot.is_connected else None
-        return {"seed": seed, "learner": None, "alpha": self.slot.alpha, "is_connected": self.slot.is_connected, "search": None}
+        return {"seed": seed, "learner": None, "alpha": self.slot.alpha, "is_connected": self.slot.is_connected}
 
     def load_seed_state(self, state: dict[str, Any], life: Life) -> None:
         if state["seed"] is None:
@@ -619,10 +584,6 @@ class ModuleBackend(SlotBackend):
         self.slot.seed.load_state_dict(state["seed"])
         if state["learner"] is not None:
             self.learner.load_state_dict(state["learner"])
-        self.learner.search = None
-        if (saved := state.get("search")) is not None:  # missing in files of earlier versions
-            self.learner.search = self._search(self.slot.seed, {}, steps=saved["steps"])
-            self.learner.search.load_state_dict(saved)
         self.slot.alpha = state["alpha"]
         self.slot.is_kept = life.stage is Stage.FOSSILIZED
         self.slot.connect(state["is_connected"])

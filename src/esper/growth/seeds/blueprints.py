@@ -36,6 +36,7 @@ from esper.text_table import did_you_mean
 
 Build = Callable[[Place], nn.Module]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+WIDENINGS = (25, 50, 100, 300, 700, 1500, 2300)  # new units of the built-in width blueprints, in percent of the present ones
 
 
 def _anywhere(place: Place) -> bool:
@@ -403,7 +404,7 @@ def _register_built_in() -> None:
     register_blueprint("low_rank", kinds=features)(branches.low_rank)
     register_blueprint("mlp", kinds=features)(branches.mlp)
     register_blueprint("attention", kinds=["token"], fits=branches.can_attend)(branches.attention)
-    for percent in (25, 50, 100, 300, 700, 1500):
+    for percent in WIDENINGS:
         for suffix, is_chain, where in (("", False, "here"), ("_chain", True, "here and in all layers in a row behind")):
             name, description = f"widen_{percent}{suffix}", f"{percent} % more units {where}."
             REGISTRY[name] = Blueprint(name, frozenset(KINDS), _no_branch, description, share=percent / 100, is_chain=is_chain)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -198,19 +198,6 @@ MakeOptimizer = Callable[[list[nn.Parameter], float], Optimizer]  # (parameters,
 _PASS_ANOTHER = "pass another one as seed_optimizer=lambda parameters, learning_rate: torch.optim.AdamW(parameters, lr=learning_rate)"
 
 
-class Search(Protocol):
-    """Search for the start weights of a seed, see `esper.growth.seeds.start`."""
-
-    failure: str
-
-    @property
-    def is_over(self) -> bool: ...
-
-    def take(self, norm: Tensor) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-
 class SeedLearner:
     """Optimiser of one seed.
 
@@ -230,11 +217,6 @@ class SeedLearner:
         self._norms: list[Tensor] = []  # gradient norms of the steps since the last report, on the device
         self._skipped: Tensor | int = 0  # steps since the last report that were skipped because of the host's gradient
         self.loss_unit = 1.0  # see LossRange: clipping and health are relative to it
-        self.search: Search | None = None  # for the start weights of new units; the seed does not learn until it is over
-
-    @property
-    def is_searching(self) -> bool:
-        return self.search is not None and not self.search.is_over
 
     @property
     def has_gradients(self) -> bool:
@@ -264,9 +246,6 @@ class SeedLearner:
         self._norms.append(norm)
         if may_read and not torch.isfinite(norm):
             return
-        if self.is_searching and self.search is not None:
-            self.search.take(norm)
-            return
         for own in self.optimizer.param_groups:
             own["lr"] = self.rate * min((self._steps + 1) / (self._warmup + 1), 1.0)
         if may_read or scale is None:
@@ -288,7 +267,7 @@ class SeedLearner:
 
     def tick(self, *, is_skipped: Tensor | bool = False) -> None:
         """Count a training step for the warm-up. `is_skipped` says that neither the host nor the seed has stepped in it."""
-        self._steps += 0 if self.is_searching else 1
+        self._steps += 1
         self._skipped = self._skipped + is_skipped
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
