@@ -14,11 +14,12 @@ Arms, paired over seeds (same data, same order of batches):
     longer      the same host, trained for so many epochs that it costs at least the FLOPs of the grown run
     final       the architecture that the grown run ended with, from scratch, for as many epochs as the FLOPs of the grown run allow
     x1 .. x512  static nets with this many times the parameters of the smallest host
-    grid        of these, the one with the lowest validation loss, at the cost of all
+    grid        of these, the best one by validation, at the cost of all
     halving     successive halving over these sizes. Its longest run is chosen so that all runs together cost the FLOPs of the grown run if
                 the largest nets survive
 
-Every arm keeps the state with the lowest validation loss, and the test part is used once, for that state. FLOPs are those of training and
+Every arm keeps the state with the lowest validation loss, or with `--best-by accuracy` that with the highest validation accuracy. Sizes are
+chosen by the same figure. The test part is used once, for that state. FLOPs are those of training and
 validation, with probes, measurements and pruned seeds. Static nets are trained by a plain loop, without any code of growth; the learning
 rate follows a cosine to 0 over the epochs of the run. `digits` has a new split into training, validation and test part for every seed.
 """
@@ -42,6 +43,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from esper.growth import GrowthConfig, add_slots, grow
 from esper.growth.config import BudgetConfig, GovernorConfig
+from esper.growth.metrics import accuracy
 from esper.growth.seeds.seed import Seed
 from esper.tasks import GPTHost, Split, Task, load_task
 from esper.tasks.images import stratified_parts
@@ -85,6 +87,11 @@ class Setting:
     work: Work
     data_dir: Path | None = None
     device: str = "cpu"
+    best_by: str = "loss"  # or accuracy
+
+    def rank(self, val_loss: float, val_accuracy: float) -> tuple[float, ...]:
+        """Return a rank of a state by its validation figures, the lower the better."""
+        return (-val_accuracy, val_loss) if self.best_by == "accuracy" else (val_loss,)
 
     def load(self, seed: int) -> Task:
         """Return the task of a seed."""
@@ -106,7 +113,8 @@ class Setting:
     @property
     def about(self) -> Record:
         work = {"epochs_planned": self.work.epochs, "learning_rate": self.work.learning_rate, "samples": self.work.samples}
-        return {"task": self.task, "device": self.device, **work}
+        best_by = {} if self.best_by == "loss" else {"best_by": self.best_by}
+        return {"task": self.task, "device": self.device, **work, **best_by}
 
 
 @cache
@@ -136,8 +144,13 @@ class StaticRun:
         self.optimizer = AdamW(self.net.parameters(), lr=setting.work.learning_rate)
         self.scheduler = CosineAnnealingLR(self.optimizer, T_max=epochs)
         self.batches = task.train_loader(seed=seed, device=setting.device)
-        self.epochs, self.best_loss, self.best_epoch = 0, math.inf, 0
+        self.epochs, self.best_epoch = 0, 0
+        self.val_loss, self.val_accuracy = math.inf, 0.0  # of the best state
         self.best_state: dict[str, torch.Tensor] = {}
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        return self.setting.rank(self.val_loss, self.val_accuracy)
 
     @property
     def flops_per_epoch(self) -> int:
@@ -152,9 +165,9 @@ class StaticRun:
                 self.optimizer.step()
             self.scheduler.step()
             self.epochs += 1
-            loss = self.task.evaluate(self.net, self.task.val_loader(device=self.setting.device)).loss
-            if loss < self.best_loss:
-                self.best_loss, self.best_epoch = loss, self.epochs
+            found = self.task.evaluate(self.net, self.task.val_loader(device=self.setting.device))
+            if self.setting.rank(found.loss, found.accuracy) < self.rank:
+                self.val_loss, self.val_accuracy, self.best_epoch = found.loss, found.accuracy, self.epochs
                 self.best_state = {name: tensor.clone() for name, tensor in self.net.state_dict().items()}
 
     def result(self) -> Record:
@@ -162,7 +175,8 @@ class StaticRun:
         self.net.load_state_dict(self.best_state)
         return {
             **_scores(self.setting, self.task, self.net),
-            "val_loss": self.best_loss,
+            "val_loss": self.val_loss,
+            "val_accuracy": 100 * self.val_accuracy,
             "best_epoch": self.best_epoch,
             "epochs": self.epochs,
             "parameters": _size(self.net),
@@ -186,7 +200,7 @@ def static(setting: Setting, task: Task, net: nn.Module, *, seed: int, epochs: i
 
 
 def halving(setting: Setting, task: Task, seed: int, budget: float) -> Record:
-    """Train all sizes, and go on with the better half by validation loss, and so on until one is left. `budget` is in GFLOPs."""
+    """Train all sizes, and go on with the better half by validation, and so on until one is left. `budget` is in GFLOPs."""
     nets = {times: setting.make(task, size, seed) for times, size in setting.work.sizes.items()}
     runs = {times: StaticRun(setting, task, net, seed=seed, epochs=1) for times, net in nets.items()}
     counts = [len(runs)]  # nets in every rung
@@ -201,7 +215,7 @@ def halving(setting: Setting, task: Task, seed: int, budget: float) -> Record:
         run.scheduler = CosineAnnealingLR(run.optimizer, T_max=longest)
     alive = dict(runs)
     for count, end in zip(counts, ends, strict=True):
-        alive = dict(sorted(alive.items(), key=lambda item: item[1].best_loss)[:count])
+        alive = dict(sorted(alive.items(), key=lambda item: item[1].rank)[:count])
         for run in alive.values():
             run.train(max(round(end * longest), 1) - run.epochs)
     (times, winner), spent = next(iter(alive.items())), sum(run.epochs * run.flops_per_epoch for run in runs.values())
@@ -224,10 +238,13 @@ def grown(setting: Setting, task: Task, net: nn.Module, *, seed: int) -> tuple[n
         optimizer=partial(AdamW, lr=work.learning_rate),
         scheduler=partial(CosineAnnealingLR, T_max=work.epochs),
         config=GrowthConfig(seed=seed, governor=governor, budget=BudgetConfig(max_parameters=None, max_flops=None)),
+        metrics={"accuracy": accuracy} if setting.best_by == "accuracy" else None,
+        best_by="accuracy" if setting.best_by == "accuracy" else None,
     )
     record = {
         **_scores(setting, task, result.model),
         "val_loss": result.val_loss,
+        "best_epoch": result.best_epoch or result.epochs,
         "epochs": result.epochs,
         "parameters": _size(result.model),
         "gflops": result.gflops,
@@ -304,9 +321,9 @@ def _now(setting: Setting) -> float:
 # Comparing
 
 
-def best_of_grid(runs: list[Record]) -> Record:
-    """Return the run of one seed with the lowest validation loss, at the cost of all."""
-    best = min(runs, key=lambda run: run["val_loss"])
+def best_of_grid(setting: Setting, runs: list[Record]) -> Record:
+    """Return the run of one seed that is best by validation, at the cost of all."""
+    best = min(runs, key=lambda run: setting.rank(run["val_loss"], run.get("val_accuracy", 0.0)))
     return {**best, "gflops": sum(run["gflops"] for run in runs)}
 
 
@@ -315,7 +332,7 @@ def summary(setting: Setting, runs: list[Record]) -> Record:
     for run in sorted(runs, key=lambda run: run["seed"]):
         by_arm.setdefault(run["arm"], []).append(run)
     sizes = [f"x{times}" for times in setting.work.sizes]
-    by_arm["grid"] = [best_of_grid(list(of_seed)) for of_seed in zip(*(by_arm[size] for size in sizes), strict=True)]
+    by_arm["grid"] = [best_of_grid(setting, list(of_seed)) for of_seed in zip(*(by_arm[size] for size in sizes), strict=True)]
     by_arm["never"] = by_arm["x1"]
     ours = by_arm["grown"]
     rows: dict[str, Record] = {}
@@ -348,7 +365,7 @@ def show(record: Record) -> None:
             )
         )
     print_table(rows)
-    print("the grid's best by validation loss:", ", ".join(f"{size}: {count}" for size, count in record["rows"]["grid"]["chosen"].items()))
+    print("the grid's best by validation:", ", ".join(f"{size}: {count}" for size, count in record["rows"]["grid"]["chosen"].items()))
 
 
 def draw(record: Record, path: Path) -> None:
@@ -380,6 +397,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, help="how many, from 0 on; default: a number for the task")
     parser.add_argument("--epochs", type=int, help="default: a number for the task")
     parser.add_argument("--sizes", help="of the grid, as multiples of the smallest host's parameters, separated by commas; default: all")
+    parser.add_argument(
+        "--best-by", choices=["loss", "accuracy"], default="loss", help="validation figure by which states and sizes are chosen"
+    )
     parser.add_argument("--without", nargs="*", choices=["longer", "final", "halving"], default=[], help="arms that are left out")
     parser.add_argument("--jobs", type=int, default=2, help="worker processes, of one thread each")
     parser.add_argument("--fresh", action="store_true", help="forget the runs that are in the file already, instead of adding to them")
@@ -389,11 +409,12 @@ def main(arguments: list[str] | None = None) -> None:
     work = WORKS[options.task]
     sizes = work.sizes if options.sizes is None else {int(times): work.sizes[int(times)] for times in options.sizes.split(",")}
     work = replace(work, sizes=sizes, epochs=options.epochs or work.epochs, seeds=options.seeds or work.seeds)
-    setting = Setting(options.task, work, options.data_dir, options.device)
+    setting = Setting(options.task, work, options.data_dir, options.device, options.best_by)
     output = Output(options.out, resume=not options.fresh)
     about = setting.about.items()
     arms = {"grown", *(f"x{times}" for times in sizes)}
     earlier = [run for run in output.earlier if "seed" in run and about <= run.items() and run["seed"] < work.seeds]
+    earlier = [run for run in earlier if run.get("best_by", "loss") == options.best_by]
     runs = [run for run in earlier if run["arm"] in arms | {"longer", "final", "halving"}]
     have = {(run["arm"], run["seed"]) for run in runs}
     # The longest runs first, so that no worker ends long after the others.

@@ -134,12 +134,18 @@ def test_the_best_of_the_grid_is_chosen_by_validation_and_pays_for_all(tmp_path:
     assert rows["longer"]["gflops"] >= rows["grown"]["gflops"] >= rows["final"]["gflops"]
 
 
-def test_a_static_run_keeps_its_best_validation_state(small: Task) -> None:
-    setting = right_size.Setting("digits", right_size.WORKS["digits"])
-    run = right_size.StaticRun(setting, small, small.make_host("starved", seed=0), seed=0, epochs=3)
-    run.train(3)
-    assert run.best_loss == pytest.approx(run.result()["val_loss"])
-    assert small.evaluate(run.net, small.val_loader()).loss == run.best_loss
+@pytest.mark.parametrize("best_by", ["loss", "accuracy"])
+def test_a_static_run_keeps_its_best_validation_state(best_by: str, small: Task) -> None:
+    setting = right_size.Setting("digits", right_size.WORKS["digits"], best_by=best_by)
+    run = right_size.StaticRun(setting, small, small.make_host("starved", seed=0), seed=0, epochs=4)
+    seen = []
+    for _ in range(4):
+        run.train(1)
+        seen.append(small.evaluate(run.net, small.val_loader()))
+    best = min(seen, key=lambda found: found.loss) if best_by == "loss" else max(seen, key=lambda found: (found.accuracy, -found.loss))
+    result = run.result()
+    assert (result["val_loss"], result["val_accuracy"]) == (best.loss, 100 * best.accuracy)
+    assert small.evaluate(run.net, small.val_loader()) == best
 
 
 def test_every_seed_divides_the_digits_anew() -> None:

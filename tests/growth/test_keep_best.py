@@ -20,7 +20,7 @@ from esper.growth.config import BudgetConfig, GovernorConfig, LifecycleConfig
 from esper.growth.events import BestRestored, EpochEnded, GrowthFinished, StageEntered
 from esper.growth.lifecycle.stages import Action, Advance, Fossilize, Germinate, Prune, Stage
 from esper.growth.report.html import network_drawing
-from esper.growth.report.story import Story, read_story
+from esper.growth.report.story import Story, read_story, restored_in_words
 from esper.runs.catalog import Run
 from esper.runs.tensors import join, split
 from tests.growth.builders import QUICK, QUICK_SHADOW, SLOTS, Data, Loop, Script, assert_same, config, make_data, make_host, make_loop
@@ -46,12 +46,13 @@ class Course:
         self.evaluations = 0
         self.grower.begin()
 
-    def train(self, epochs: int) -> None:
+    def train(self, epochs: int, accuracies: Mapping[int, float] | None = None) -> None:
         for _ in range(epochs):
             for x, y in self.loop.data:
                 self.loop.step(x, y)
-            self.outputs[self.grower.epoch + 1] = self.output(self.loop.slotted)
-            self.grower.after_epoch(self.evaluate)
+            epoch = self.grower.epoch + 1
+            self.outputs[epoch] = self.output(self.loop.slotted)
+            self.grower.after_epoch(self.evaluate, metrics=None if accuracies is None else {"accuracy": accuracies[epoch]})
 
     def output(self, model: Any) -> Tensor:
         model.eval()
@@ -397,7 +398,7 @@ def test_the_result_counts_the_parameters_of_the_best_state_and_all_views_show_i
     assert [slot["stage"] for slot in growth_story(run)["slots"] if slot["slot"] == "first"] == ["DORMANT"]
     card = (tmp_path / "run" / "model.md").read_text()
     assert "No seed was kept." in card
-    assert f"- state: after epoch {grown.best_epoch} of 14, with the lowest validation loss" in card
+    assert f"- state: after epoch {grown.best_epoch} of 14, which was the best" in card
     assert_same(dict(load(tmp_path / "run", model=make_host()).state_dict()), dict(grown.model.state_dict()))
 
 
@@ -441,3 +442,51 @@ def test_a_planned_seed_is_kept_with_the_best_state_of_its_trial() -> None:
     assert real == grown.host.parameters + grown.added.parameters
     assert grown.val_loss == pytest.approx(loss_of(grown.model), abs=1e-6)
     assert grown.ledger.count("kept") == (1 if grown.added.parameters else 0)
+
+
+def test_the_epoch_with_the_highest_metric_is_restored_and_the_loss_decides_between_equal_ones() -> None:
+    course = Course({}, {2: 2 * LOW, 5: LOW}, best_by="accuracy")
+    accuracies = {1: 0.5, 2: 0.7, 3: 0.9, 4: 0.9, 5: 0.9, 6: 0.8}
+    course.train(6, accuracies)
+    restored = course.grower.restore_best(course.evaluate, metrics={"accuracy": lambda: 0.8})
+    assert restored is not None
+    assert (restored.epoch, restored.by, restored.value, restored.last_value) == (5, "accuracy", 0.9, 0.8)
+    assert "after epoch 5: validation accuracy 90.00%, against 80.00% at the end" in restored_in_words(restored)
+    assert torch.equal(course.output(course.grower.bake()), course.outputs[5])
+
+
+def test_the_present_state_stays_if_its_metric_is_the_highest() -> None:
+    course = Course({}, {2: LOW}, best_by="accuracy")
+    course.train(3, {1: 0.5, 2: 0.7, 3: 0.6})
+    course.loop.step(*course.loop.data[0])
+    assert course.grower.restore_best(course.evaluate, metrics={"accuracy": 0.8}) is None
+
+
+def test_a_seed_that_was_connected_after_the_epoch_with_the_highest_metric_is_taken_out_with_a_reason() -> None:
+    course = Course(GROW_AND_KEEP, {}, best_by="accuracy")
+    course.train(8, {epoch: 0.9 if epoch == 2 else 0.5 for epoch in range(1, 9)})
+    assert course.grower.restore_best(course.evaluate, metrics={"accuracy": 0.5}) is not None
+    reason = course.grower.ledger.entries[0].steps[-1].reason
+    assert reason == "taken out: the validation accuracy was highest, 0.9000, after epoch 2, when it was not connected"
+
+
+def test_a_missing_metric_and_a_metric_beside_keep_last_are_refused() -> None:
+    course = Course({}, {}, best_by="accuracy")
+    with pytest.raises(GrowthError, match="the best epoch is chosen by the metric 'accuracy', which is missing"):
+        course.train(1)
+    with pytest.raises(GrowthError, match='keep="last" returns the last one'):
+        Course({}, {}, best_by="accuracy", keep="last")
+
+
+def test_grow_keeps_the_epoch_with_the_highest_metric() -> None:
+    # Of the untrained model, after three epochs, of the last state, and of the restored one.
+    data, values = make_data(4), iter([0.1, 0.3, 0.2, 0.2, 0.2, 0.3])
+
+    def fraction(outputs: Tensor, targets: Tensor) -> float:
+        return next(values)
+
+    options: dict[str, Any] = {"loss_fn": cross_entropy, "epochs": 3, "controller": "never", "best_by": "fraction"}
+    grown = grow(make_host(), data, make_data(1, seed=1), metrics={"fraction": fraction}, **options)
+    assert (grown.best_epoch, grown.metrics) == (1, {"fraction": pytest.approx(0.3)})
+    with pytest.raises(GrowthError, match="best_by='fraction' is not a metric of this training; did you mean 'fractions'"):
+        grow(make_host(), data, make_data(1, seed=1), metrics={"fractions": fraction}, **options)

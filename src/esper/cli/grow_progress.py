@@ -14,8 +14,8 @@ from esper.cli import progress
 from esper.growth.events import ActionRefused, GrowthFinished, SlotView, StageEntered
 from esper.growth.lifecycle.ledger import gain_in_words
 from esper.growth.lifecycle.stages import OCCUPIED, Stage
-from esper.growth.report.story import Remark
-from esper.growth.report.summary import GrowthProgress, counted, metric_in_words
+from esper.growth.report.story import Remark, metric_in_words
+from esper.growth.report.summary import GrowthProgress, counted
 from esper.runs import EventRecord
 from esper.text_table import figure
 

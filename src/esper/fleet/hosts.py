@@ -32,7 +32,7 @@ from esper.growth.lifecycle.backend import Life, SeedPlan, SlotBackend
 from esper.growth.lifecycle.governor import Governor
 from esper.growth.lifecycle.host_growth import HostGrowth
 from esper.growth.lifecycle.ledger import Ledger
-from esper.growth.lifecycle.recovery import BestStates, Snapshot, SnapshotHistory, left_out_words
+from esper.growth.lifecycle.recovery import BestStates, Snapshot, SnapshotHistory
 from esper.growth.lifecycle.slots import SlotLifecycles
 from esper.growth.lifecycle.stages import Contribution, Decision, Stage
 from esper.growth.measure.contribution import Losses, gain_of
@@ -399,7 +399,7 @@ class Host:
             return
         growth.lifecycles.load_state_dict(best.state["garden"])
         self.best_states.pending.restores[self.best_states.row] = best.state["copy"]
-        left_out = growth.lifecycles.note_left_out(left_out_words(best))
+        left_out = growth.lifecycles.note_left_out(self.best_states.why_left_out(best))
         growth.emit(
             BestRestored(epoch=best.epoch, val_loss=best.val_loss, last_epoch=growth.epoch, last_val_loss=last_loss, left_out=left_out)
         )

@@ -148,6 +148,7 @@ class TrainingConfig(GrowthConfig):
     accumulate: PositiveInt = 1  # batches per step of the optimiser; each is weighted by its number of samples
     max_grad_norm: PositiveFloat | None = None  # limit of the host's gradient norm; None: not clipped. For seeds, see seed_optimizer
     step_schedule: Literal["auto", "epoch", "step"] = "auto"  # auto: OneCycleLR and CyclicLR per step, others per epoch
-    keep: Literal["best", "last"] = "best"  # the state that is returned: after the epoch with the lowest validation loss, or the last one
+    keep: Literal["best", "last"] = "best"  # the state that is returned: after the best epoch, or the last one
+    best_by: str | None = None  # metric with the highest value in the best epoch, such as accuracy; None: the lowest validation loss
     telemetry: Level = "normal"  # off: only start, end and test; minimal: no details of slots; debug: also gradients per layer, memory
     telemetry_escalation: NonNegativeInt = 5  # epochs for which an anomaly raises the telemetry to debug; 0: never

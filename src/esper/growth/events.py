@@ -171,13 +171,16 @@ class Shrunk(Event, tag="shrunk"):
 
 
 class BestRestored(Event, tag="best_restored"):
-    """The training is over and the state after an earlier epoch, which has the lowest validation loss, was restored as its result."""
+    """The training is over and the state after an earlier epoch, which was the best, was restored as its result."""
 
     epoch: int  # epoch whose state was restored
     val_loss: float  # after that epoch
     last_epoch: int  # epochs that were trained
     last_val_loss: float  # of the state that it replaces, without the seeds on trial
     left_out: list[str] = []  # slots of kept seeds that are not in it, because they were not connected yet
+    by: str = ""  # metric whose highest value was the best; "": the lowest loss was
+    value: float | None = None  # of that metric after that epoch
+    last_value: float | None = None  # of that metric in the state that it replaces
 
 
 class GrowthFinished(Event, tag="growth_finished"):

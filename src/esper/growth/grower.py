@@ -57,13 +57,14 @@ from esper.growth.host.units import layer_of, part_of
 from esper.growth.lifecycle.governor import Diverged, LossRange
 from esper.growth.lifecycle.host_growth import HostGrowth, ask_gate, epoch_ended
 from esper.growth.lifecycle.ledger import LEDGER_HEADING, Step, ledger_rows
-from esper.growth.lifecycle.recovery import Recovery, left_out_words
+from esper.growth.lifecycle.recovery import Recovery
 from esper.growth.lifecycle.slots import ModuleBackend, make_backends
 from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, Shrink, Stage
 from esper.growth.measure.contribution import AlphaSearch, Evaluate, Measurement, modes_kept, search_alpha
 from esper.growth.measure.probe import ProbeRunner, Promises
 from esper.growth.metrics import as_number, check_metrics
-from esper.growth.report.summary import ProgressLines, counted, metric_in_words
+from esper.growth.report.story import metric_in_words
+from esper.growth.report.summary import ProgressLines, counted
 from esper.growth.seeds.seed import MakeOptimizer, innermost, reading_waits
 from esper.growth.seeds.shadow import Closure, Shadow
 from esper.growth.telemetry import Callbacks, GrowthTelemetry, SinksWithoutLog, check_sinks
@@ -87,7 +88,8 @@ class Grower:
     Rents and thresholds are fractions of the loss of a constant predictor. That loss is `config.governor.uninformed_loss` if set, else
     `scale` if given, else the mean training loss of the first epoch.
 
-    With `keep="best"`, the states of the best epochs are held in CPU memory for `restore_best`; with "last" they are not.
+    With `keep="best"`, the states of the best epochs are held in CPU memory for `restore_best`; with "last" they are not. The best epoch
+    has the lowest validation loss, or the highest value of the metric `best_by`, which `after_epoch` must then be given.
 
     `progress` prints a line per epoch on stderr. `on_event`, `callbacks` and `sinks` get every event. A callback is a function of an event,
     or an object with methods such as `on_epoch_ended(event)`; one that fails is switched off with a warning. A sink, such as
@@ -107,6 +109,7 @@ class Grower:
         scale: LossRange | None = None,
         seed_optimizer: MakeOptimizer | None = None,
         keep: Literal["best", "last"] = "best",
+        best_by: str | None = None,
         progress: bool = False,
         on_event: Callable[[Event], None] | None = None,
         callbacks: Sequence[Any] = (),
@@ -116,6 +119,8 @@ class Grower:
         check_fit_together(slotted, optimizer, config)
         if keep not in ("best", "last"):
             raise GrowthError(f'keep must be "best" or "last", and is {keep!r}')
+        if best_by is not None and keep != "best":
+            raise GrowthError('best_by says which epoch is the best, and keep="last" returns the last one; leave one of them out')
         own_callbacks, sinks = Callbacks(callbacks), check_sinks(sinks)
         self.slotted, self.optimizer, self.scaler, self.epochs = slotted, optimizer, scaler, epochs
         self.config, self._keeps_best = config or GrowthConfig(), keep == "best"
@@ -133,6 +138,7 @@ class Grower:
             keep=self.config.governor.keep,
             scaler=scaler,
             scheduler=scheduler,
+            best_by=best_by,
         )
         if not self._recovery.has_finite_weights():
             raise GrowthError("the model has weights that are NaN or infinite before the training; initialise or load it again")
@@ -329,8 +335,8 @@ class Grower:
                 "each seed on trial with the seed off: grower.after_epoch(evaluate)"
             )
         values: dict[str, float] = {}
-        if metrics:
-            evaluate = _noting(evaluate, check_metrics(metrics), values)
+        if found := self._with_best_by(metrics):
+            evaluate = _noting(evaluate, found, values)
         self._make_first_decision()
         # Nothing but the connected seeds may run in the model during the evaluation.
         self._stop_watching()
@@ -417,8 +423,11 @@ class Grower:
         """Add the FLOPs of a forward pass over this many samples per rank. Optional; call it inside `evaluate`."""
         self.history.flops += samples * self._group.world_size * self._forward_flops
 
-    def restore_best(self, evaluate: Evaluate) -> BestRestored | None:
-        """Restore the state after the epoch with the lowest validation loss. Call it once, after the last epoch and before `bake`.
+    def restore_best(self, evaluate: Evaluate, *, metrics: Mapping[str, float | Callable[[], float]] | None = None) -> BestRestored | None:
+        """Restore the state after the best epoch. Call it once, after the last epoch and before `bake`.
+
+        The best epoch has the lowest validation loss, or the highest value of the metric `best_by`. `metrics` are those of the present
+        state, as for `after_epoch`; without `best_by`, they are not needed.
 
         An epoch counts if all seeds that were connected in it are kept by now and none of them was blending. Its seeds are kept in the
         restored state too. Kept seeds that were not connected yet are taken out, and the ledger says so. Weights, buffers and seeds are
@@ -435,16 +444,27 @@ class Grower:
         if best is None or (best.epoch == self.epoch and self.history.steps == 0):
             return None
         on_trial = [name for name in self.lifecycles.living() if self.lifecycles.backends[name].is_connected]
+        states, values = self._recovery.best_states, dict[str, float]()
+        if states.by is not None:
+            evaluate = _noting(evaluate, self._with_best_by(metrics), values)
         with self._prober.paused(), modes_kept(self.slotted), self.slotted.without(on_trial):
             last_loss = self._measurement.losses(evaluate).mean
-        if last_loss <= best.val_loss:
+        last_metrics = self._averaged_metrics(values)
+        if states.rank(last_loss, last_metrics) <= states.rank(best.val_loss, best.metrics):
             return None
         self._stop_watching(discard=True)
         self._recovery.restore(best.state)
-        left_out = self.lifecycles.note_left_out(left_out_words(best))
+        left_out = self.lifecycles.note_left_out(states.why_left_out(best))
         self._metrics = best.metrics
         self._restored = BestRestored(
-            epoch=best.epoch, val_loss=best.val_loss, last_epoch=self.epoch, last_val_loss=last_loss, left_out=left_out
+            epoch=best.epoch,
+            val_loss=best.val_loss,
+            last_epoch=self.epoch,
+            last_val_loss=last_loss,
+            left_out=left_out,
+            by=states.by or "",
+            value=None if states.by is None else best.metrics[states.by],
+            last_value=None if states.by is None else last_metrics[states.by],
         )
         self.host_growth.emit(self._restored)
         self._note_seeds()
@@ -667,6 +687,13 @@ class Grower:
     def _loss_scale(self) -> Tensor | None:
         """Return the GradScaler's loss scale as a tensor, because `get_scale` would wait for the device; None without a GradScaler."""
         return self.scaler._get_scale_async() if self.scaler is not None and self.scaler.is_enabled() else None
+
+    def _with_best_by(self, metrics: object) -> dict[str, Any]:
+        """Return the metrics by name. Raise a GrowthError if the one that decides about the best epoch is missing."""
+        found, by = check_metrics(metrics), self._recovery.best_states.by
+        if by is not None and by not in found:
+            raise GrowthError(f"the best epoch is chosen by the metric {by!r}, which is missing; pass metrics={{{by!r}: ...}}")
+        return found
 
     def _averaged_metrics(self, values: dict[str, float]) -> dict[str, float]:
         """Return the metrics averaged over the ranks."""

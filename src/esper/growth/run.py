@@ -32,7 +32,8 @@ from esper.growth.host.saving import save as save_model
 from esper.growth.lifecycle.governor import Diverged
 from esper.growth.lifecycle.ledger import LEDGER_HEADING, Ledger, ledger_rows
 from esper.growth.lifecycle.stages import Cost
-from esper.growth.report.summary import metric_in_words, result_in_words
+from esper.growth.report.story import metric_in_words
+from esper.growth.report.summary import result_in_words
 from esper.profiling import TRACE
 from esper.runs import SINK_FOLDERS, Checkpoint, CheckpointRefused, CheckpointStore, Event, EventLog, Sink
 from esper.runs.cards import write_model_card
@@ -70,7 +71,7 @@ class Grown(Displayed):
     had_finished: bool = False  # the run was resumed after its end, so nothing was trained
     note: str = ""  # reason why nothing could grow, if the controller knew it in advance
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the model on the validation data
-    best_epoch: int | None = None  # the model is as it was after this epoch, which had the lowest validation loss; None: as it was last
+    best_epoch: int | None = None  # the model is as it was after this epoch, which was the best; None: as it was last
 
     def report(self) -> str:
         """Return one line with the kept seeds, the losses and the costs."""
@@ -89,7 +90,7 @@ class Grown(Displayed):
             title=f"{type(self.model).__name__}: {result_in_words(finished(self)).partition(' · ')[0]}",
             figures=[
                 ("status", f"{self.status}, {self.epochs} epochs, {duration(self.seconds)}"),
-                *([] if self.best_epoch is None else [("state", f"after epoch {self.best_epoch}, which had the lowest validation loss")]),
+                *([] if self.best_epoch is None else [("state", f"after epoch {self.best_epoch}, which was the best")]),
                 ("validation loss", f"{figure(self.val_loss_before, 3)} → {figure(self.val_loss, 3)}"),
                 *((name, metric_in_words(name, value)) for name, value in self.metrics.items()),
                 ("parameters", sized(self.host.parameters, self.added.parameters)),

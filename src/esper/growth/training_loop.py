@@ -45,12 +45,13 @@ from esper.growth.host.slots import tensors_in
 from esper.growth.host.slotted import add_slots
 from esper.growth.lifecycle.governor import Diverged, LossRange
 from esper.growth.lifecycle.stages import Controller, Stage
-from esper.growth.measure.contribution import Losses, losses_of, total
+from esper.growth.measure.contribution import Evaluate, Losses, losses_of, total
 from esper.growth.metrics import Metric, MetricSums, check_functions
 from esper.growth.run import Grown, GrowthRun, Status, finished
 from esper.growth.telemetry import GrowthTelemetry
 from esper.profiling import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER, TELEMETRY, Part, Profiler
 from esper.runs import Event
+from esper.text_table import did_you_mean
 
 ONE_BATCH = (
     "the validation data come in one batch, or nearly so, and give no confidence interval for a gain: seeds are judged only at the end; "
@@ -76,6 +77,11 @@ class Training:
     ) -> None:
         self.model, self.train_loader, self.val_loader, self.step_loss = model, train_loader, val_loader, step_loss
         self.epochs, self.config, self.metrics = epochs, config, check_functions(metrics)
+        if config.best_by is not None and config.best_by not in self.metrics:
+            raise GrowthError(
+                f"best_by={config.best_by!r} is not a metric of this training; "
+                + did_you_mean(config.best_by, self.metrics, otherwise=f"pass metrics={{{config.best_by!r}: ...}}")
+            )
         self._metrics_before: dict[str, float] = {}  # on the validation data before any training
         self._prepared: tuple[Grower, Losses] | None = None  # the grower, and the validation losses before any training
         self._run: GrowthRun | None = None
@@ -119,6 +125,7 @@ class Training:
                 epochs=self.epochs,
                 scale=scale,
                 keep=self.config.keep,
+                best_by=self.config.best_by,
                 on_event=self._emit,
             )
         except BaseException:
@@ -376,15 +383,18 @@ class Training:
         is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         if self.scheduler is not None and not self._is_stepped_per_step and not is_plateau:
             self.scheduler.step()
-        if not self.metrics:
-            ended = grower.after_epoch(lambda: list(self._evaluate(grower)))
-        else:
-            sums = self._metric_sums()
-            passes = iter([sums])  # the metrics are computed in the first pass, with all seeds on
-            metrics = {name: partial(sums.mean, name) for name in self.metrics}
-            ended = grower.after_epoch(lambda: list(self._evaluate(grower, next(passes, None))), metrics=metrics)
+        evaluate, metrics = self._evaluation(grower)
+        ended = grower.after_epoch(evaluate, metrics=metrics)
         if is_plateau:
             self.scheduler.step(ended.val_loss)
+
+    def _evaluation(self, grower: Grower) -> tuple[Evaluate, dict[str, Callable[[], float]]]:
+        """Return a function that evaluates the validation data, and the metrics, which are computed in its first call."""
+        if not self.metrics:
+            return lambda: list(self._evaluate(grower)), {}
+        sums = self._metric_sums()
+        passes = iter([sums])
+        return lambda: list(self._evaluate(grower, next(passes, None))), {name: partial(sums.mean, name) for name in self.metrics}
 
     def _metric_sums(self) -> MetricSums:
         return MetricSums(self.model, self.metrics, of_pairs=hasattr(self.step_loss, "loss_fn"))
@@ -420,7 +430,8 @@ class Training:
         if status != "stopped":
             for name in lifecycles.living():
                 lifecycles.prune(name, "the training is over and it has not earned its place")
-        restored = grower.restore_best(lambda: list(self._evaluate(grower))) if self.config.keep == "best" else None
+        evaluate, metrics = self._evaluation(grower)
+        restored = grower.restore_best(evaluate, metrics=metrics) if self.config.keep == "best" else None
         model, sums = grower.bake(), self._metric_sums()
         grown = Grown(
             model=model,

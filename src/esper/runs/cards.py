@@ -190,7 +190,7 @@ def _growth(run: Run) -> Described:
             for name, value in finished[0].get("metrics", {}).items()
         ]
         if finished[0].get("best_epoch") is not None:
-            figures.append(("state", f"after epoch {finished[0]['best_epoch']} of {finished[0]['epoch']}, with the lowest validation loss"))
+            figures.append(("state", f"after epoch {finished[0]['best_epoch']} of {finished[0]['epoch']}, which was the best"))
         figures.append(("seeds", f"kept {finished[0]['kept']} of {finished[0]['tried']}; {finished[0]['rollbacks']} rollbacks"))
     if tested := run.index.events("final_test")[-1:]:
         figures.append(("test loss", figure(tested[0]["loss"])))

@@ -320,6 +320,7 @@ LIBRARY_KINDS = {
             projection_dim=8,
         ),
         {**PADDED, "pixel_values": numbers(3, 3, 16, 16), "return_loss": True},
+        is_strided=True,
     ),
     "peft LoRA of GPT-2": library(
         with_lora(GPT2, "c_attn", "c_fc", fan_in_fan_out=True), PREDICTED, needs=("transformers", "peft"), causal="input_ids"

@@ -212,13 +212,10 @@ class BestState:
     state: State
 
 
-def left_out_words(best: BestState) -> str:
-    """Return why a kept seed is not in the best state, which was restored."""
-    return f"taken out: the validation loss was lowest, {figure(best.val_loss)}, after epoch {best.epoch}, when it was not connected"
-
-
 class BestStates:
-    """The states that may turn out to be the best one of a run: that with the lowest validation loss whose seeds are all kept in the end.
+    """The states that may turn out to be the best one of a run, among those whose seeds are all kept in the end.
+
+    The best one has the lowest validation loss, or the highest value of the metric `by`; the loss decides between equal values.
 
     An epoch is measured with the seeds that are connected in it, and a seed on trial may be pruned later. So a state with seeds on trial is
     held beside a worse one without them, and dropped when one of its seeds is pruned or rolled back. Of two states, the worse one is
@@ -228,9 +225,21 @@ class BestStates:
     `_store(state, over)` returns the form in which a state is kept, as in `SnapshotHistory`.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, ledger: Ledger, *, by: str | None = None) -> None:
+        self._ledger, self.by = ledger, by
         self._states: list[BestState] = []
+
+    def rank(self, val_loss: float, metrics: Mapping[str, float]) -> tuple[float, ...]:
+        """Return a rank of a state with these figures, the lower the better."""
+        return (val_loss,) if self.by is None else (-metrics[self.by], val_loss)
+
+    def why_left_out(self, best: BestState) -> str:
+        """Return why a kept seed is not in the best state, which was restored."""
+        if self.by is None:
+            was_best = f"the validation loss was lowest, {figure(best.val_loss)},"
+        else:
+            was_best = f"the validation {self.by} was highest, {figure(best.metrics[self.by])},"
+        return f"taken out: {was_best} after epoch {best.epoch}, when it was not connected"
 
     @property
     def nbytes(self) -> int:
@@ -243,7 +252,8 @@ class BestStates:
         It cannot while alpha of a connected seed is still moving.
         """
         connected = [backend.life for backend in lifecycles.backends.values() if backend.is_connected]
-        if not math.isfinite(val_loss) or any(life.stage is Stage.BLENDING for life in connected):
+        is_finite = all(map(math.isfinite, self.rank(val_loss, metrics)))
+        if not is_finite or any(life.stage is Stage.BLENDING for life in connected):
             return None
         seeds = tuple(life.number for life in connected if life.number is not None)
         new = BestState(lifecycles.epoch, val_loss, metrics, seeds, {})
@@ -267,9 +277,9 @@ class BestStates:
         def on_trial(one: BestState) -> set[int]:
             return {number for number in one.seeds if outcomes[number] == "living"}
 
-        # Go through the states from the lowest loss up, and leave out those that depend on all verdicts that a lower one depends on.
+        # Go through the states from the best one on, and leave out those that depend on all verdicts that a better one depends on.
         chosen: list[BestState] = []
-        for one in sorted([*self._states, new], key=lambda one: (one.val_loss, one.epoch)):
+        for one in sorted([*self._states, new], key=self._order):
             is_lost = any(outcomes[number] not in ("living", "kept") for number in one.seeds)
             if not is_lost and not any(on_trial(better) <= on_trial(one) for better in chosen):
                 chosen.append(one)
@@ -282,9 +292,12 @@ class BestStates:
                 one.state["parameters"].setdefault(name, tensor)
 
     def best(self) -> BestState | None:
-        """Return the state with the lowest validation loss among those whose seeds are all kept; None if there is none."""
+        """Return the best state among those whose seeds are all kept; None if there is none."""
         kept = {entry.number for entry in self._ledger.entries if entry.outcome == "kept"}
-        return min((one for one in self._states if kept.issuperset(one.seeds)), key=lambda one: (one.val_loss, one.epoch), default=None)
+        return min((one for one in self._states if kept.issuperset(one.seeds)), key=self._order, default=None)
+
+    def _order(self, one: BestState) -> tuple[float, ...]:
+        return *self.rank(one.val_loss, one.metrics), one.epoch
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the stored states without copying them. Write them to disk before the next one is taken."""
@@ -299,7 +312,8 @@ class BestStates:
 class Recovery:
     """Takes and restores snapshots of a growing model: host, optimisers of host and seeds, loss scale, schedule and seeds.
 
-    `keep` is the number of snapshots for the governor. `best_states` has the states that may turn out to be the best one.
+    `keep` is the number of snapshots for the governor. `best_states` has the states that may turn out to be the best one, by the metric
+    `best_by` or by the loss.
     """
 
     def __init__(
@@ -312,12 +326,13 @@ class Recovery:
         keep: int,
         scaler: GradScaler | None,
         scheduler: Any,
+        best_by: str | None = None,
     ) -> None:
         self.host, self.optimizer, self.lifecycles, self.governor = slotted.host, optimizer, lifecycles, governor
         self.scaler, self.scheduler = scaler, scheduler
         self._optimizers = nested(optimizer)  # the user's optimiser and those that it wraps
         self._snapshots = Snapshots(keep)
-        self.best_states = BestStates(lifecycles.ledger)
+        self.best_states = BestStates(lifecycles.ledger, by=best_by)
         self._held: set[int] = set()  # ids of parameters that are in the snapshots, or that the optimiser holds and the host does not
         self._moving: set[str] = set()  # names of frozen parameters that the training loop changes by hand
         self._checksums = self._frozen_checksums()  # checksums of the other frozen parameters at the last check

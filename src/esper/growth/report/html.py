@@ -17,7 +17,7 @@ from esper.growth.events import SlotView
 from esper.growth.lifecycle.ledger import LEDGER_HEADING, gain_in_words, ledger_rows
 from esper.growth.lifecycle.stages import OCCUPIED, Stage
 from esper.growth.report import summary
-from esper.growth.report.story import Remark, Story, read_story
+from esper.growth.report.story import Remark, Story, is_share, read_story
 from esper.runs import page
 from esper.runs.analysis import sections_about_seeds, seeds_of, slots_in_order
 from esper.runs.catalog import Run
@@ -121,7 +121,7 @@ def metric_chart(name: str, story: Story, twin: Story | None = None) -> str:
         known = [epoch for epoch in one.epochs if name in epoch.metrics]
         values = [epoch.metrics[name] for epoch in known]
         lines.append(Line(label, [epoch.epoch for epoch in known], values, colour, is_dashed=one is twin))
-    return chart(lines, x="epochs", marks=_marks(story), x_max=_planned(story), is_percent=summary.is_share(name))
+    return chart(lines, x="epochs", marks=_marks(story), x_max=_planned(story), is_percent=is_share(name))
 
 
 def parameters_chart(story: Story) -> str:

@@ -199,11 +199,31 @@ def _note_gain(seed: SeedStory, measured: Measured | SlotView) -> None:
     seed.gain, seed.gain_low, seed.gain_high, seed.rent = measured.gain, measured.gain_low, measured.gain_high, measured.rent
 
 
+def is_share(name: str) -> bool:
+    """Return whether a metric is shown in percent: those that are called an accuracy.
+
+    >>> is_share("accuracy"), is_share("top-5 accuracy"), is_share("perplexity")
+    (True, True, False)
+    """
+    return "accuracy" in name.lower()
+
+
+def metric_in_words(name: str, value: float) -> str:
+    """Return the value of a metric as text.
+
+    >>> metric_in_words("accuracy", 0.925), metric_in_words("perplexity", 3.25)
+    ('92.50%', '3.250')
+    """
+    return f"{value:.2%}" if is_share(name) else figure(value, 3)
+
+
 def restored_in_words(event: BestRestored) -> str:
     """Return a line about the epoch whose state is the result."""
-    loss, last = figure(event.val_loss), figure(event.last_val_loss)
+    what, best, last = "loss", figure(event.val_loss), figure(event.last_val_loss)
+    if event.value is not None and event.last_value is not None:
+        what, best, last = event.by, metric_in_words(event.by, event.value), metric_in_words(event.by, event.last_value)
     left_out = f"; taken out: {', '.join(event.left_out)}" if event.left_out else ""
-    return f"the result is the state after epoch {event.epoch}: validation loss {loss}, against {last} at the end{left_out}"
+    return f"the result is the state after epoch {event.epoch}: validation {what} {best}, against {last} at the end{left_out}"
 
 
 def read_story(folder: Path | str) -> Story:

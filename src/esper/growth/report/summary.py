@@ -25,7 +25,7 @@ from esper.growth.events import (
 )
 from esper.growth.lifecycle.ledger import NONE, Row
 from esper.growth.lifecycle.stages import OCCUPIED, Stage
-from esper.growth.report.story import SeedStory, Story, restored_in_words
+from esper.growth.report.story import SeedStory, Story, is_share, metric_in_words, restored_in_words
 from esper.runs import Event
 from esper.text_table import duration, figure
 
@@ -218,24 +218,6 @@ def _metric_lines(before: Mapping[str, float], after: Mapping[str, float]) -> li
         _Line(f"validation {name}", before.get(name), value, partial(metric_in_words, name), "points" if is_share(name) else "loss")
         for name, value in after.items()
     ]
-
-
-def is_share(name: str) -> bool:
-    """Return whether a metric is shown in percent: those that are called an accuracy.
-
-    >>> is_share("accuracy"), is_share("top-5 accuracy"), is_share("perplexity")
-    (True, True, False)
-    """
-    return "accuracy" in name.lower()
-
-
-def metric_in_words(name: str, value: float) -> str:
-    """Return the value of a metric as text.
-
-    >>> metric_in_words("accuracy", 0.925), metric_in_words("perplexity", 3.25)
-    ('92.50%', '3.250')
-    """
-    return f"{value:.2%}" if is_share(name) else figure(value, 3)
 
 
 def _test_lines(tested: FinalTest | None) -> list[_Line]:
