@@ -51,7 +51,7 @@ LAST_NORM = "norm"  # trained even where the host is frozen
 LORA_LAYERS = ("attention.query_key_value", "attention.out", "mlp.0", "mlp.2")  # all linear layers of a block
 SOURCE_EPOCHS, SOURCE_RATE = 8, 3e-3
 SAMPLES = {"source": 8192, "target": 4096}  # training sequences
-RATES = (1e-3, 3e-3, 1e-2)
+RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 
 
 # Texts
