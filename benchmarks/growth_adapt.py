@@ -10,6 +10,7 @@ A small GPT learns the source text. Each arm then trains it on the target text, 
     grown_trained    the heuristic grows the host, whose own weights go on learning
     lora_parameters  LoRA in all linear layers of the blocks, with the rank that adds as many parameters as `grown_frozen` has added
     lora_flops       the same rank, for as many epochs as the FLOPs of `grown_frozen` pay for
+    lora_8           LoRA with the rank 8, as it is mostly used
     full             all weights of the host go on learning, and nothing is added
 
 Without a folder, the source is the code of the text task's Python modules, and the target is their docstrings and comments. With one, the
@@ -46,7 +47,7 @@ from esper.tasks.text import python_sources, read_text, text_task
 from growth_runs import Setting, add_options, best_rate, compared, difference, earlier_runs, mean, print_table, run_all, shown, train
 from records import RESULTS, Output, Record
 
-ARMS = ("grown_frozen", "grown_trained", "lora_parameters", "lora_flops", "full")
+ARMS = ("grown_frozen", "grown_trained", "lora_parameters", "lora_flops", "lora_8", "full")
 LAST_NORM = "norm"  # trained even where the host is frozen
 LORA_LAYERS = ("attention.query_key_value", "attention.out", "mlp.0", "mlp.2")  # all linear layers of a block
 SOURCE_EPOCHS, SOURCE_RATE = 8, 3e-3
@@ -173,7 +174,7 @@ def run_arm(setting: AdaptSetting, host: nn.Module, arm: str, seed: int, runs: d
         host.requires_grad_(False).get_submodule(LAST_NORM).requires_grad_(True)
         return train(setting, host, "heuristic", seed=seed)
     before, grown, epochs = sum(parameter.numel() for parameter in host.parameters()), runs["grown_frozen"], None
-    rank = lora_rank(host, grown["parameters_added"])
+    rank = 8 if arm == "lora_8" else lora_rank(host, grown["parameters_added"])
     if arm == "lora_flops":
         equal = runs["lora_parameters"]
         epochs = max(round(grown["train_gflops"] / equal["train_gflops"] * equal["epochs"]), 1)

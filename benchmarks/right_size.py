@@ -43,7 +43,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from esper.growth import GrowthConfig, add_slots, grow
 from esper.growth.config import BudgetConfig, GovernorConfig
-from esper.growth.metrics import accuracy
 from esper.growth.seeds.seed import Seed
 from esper.tasks import GPTHost, Split, Task, load_task
 from esper.tasks.images import stratified_parts
@@ -166,7 +165,7 @@ class StaticRun:
             self.scheduler.step()
             self.epochs += 1
             found = self.task.evaluate(self.net, self.task.val_loader(device=self.setting.device))
-            if self.setting.rank(found.loss, found.accuracy) < self.rank:
+            if math.isfinite(found.loss) and self.setting.rank(found.loss, found.accuracy) < self.rank:
                 self.val_loss, self.val_accuracy, self.best_epoch = found.loss, found.accuracy, self.epochs
                 self.best_state = {name: tensor.clone() for name, tensor in self.net.state_dict().items()}
 
@@ -219,7 +218,7 @@ def halving(setting: Setting, task: Task, seed: int, budget: float) -> Record:
         for run in alive.values():
             run.train(max(round(end * longest), 1) - run.epochs)
     (times, winner), spent = next(iter(alive.items())), sum(run.epochs * run.flops_per_epoch for run in runs.values())
-    return {**winner.result(), "gflops": spent / 1e9, "times": times}
+    return {**winner.result(), "gflops": spent / 1e9, "times": times, "sizes": list(setting.work.sizes)}
 
 
 # The grown net
@@ -238,12 +237,13 @@ def grown(setting: Setting, task: Task, net: nn.Module, *, seed: int) -> tuple[n
         optimizer=partial(AdamW, lr=work.learning_rate),
         scheduler=partial(CosineAnnealingLR, T_max=work.epochs),
         config=GrowthConfig(seed=seed, governor=governor, budget=BudgetConfig(max_parameters=None, max_flops=None)),
-        metrics={"accuracy": accuracy} if setting.best_by == "accuracy" else None,
+        metrics={"accuracy": task.accuracy},
         best_by="accuracy" if setting.best_by == "accuracy" else None,
     )
     record = {
         **_scores(setting, task, result.model),
         "val_loss": result.val_loss,
+        "val_accuracy": 100 * result.metrics["accuracy"],
         "best_epoch": result.best_epoch or result.epochs,
         "epochs": result.epochs,
         "parameters": _size(result.model),
@@ -301,6 +301,12 @@ def run_growing(setting: Setting, *, seed: int, without: tuple[str, ...]) -> lis
     return [{"arm": arm, "seed": seed, **setting.about, **record} for arm, record in arms.items()]
 
 
+def run_halving(setting: Setting, *, seed: int, budget: float) -> list[Record]:
+    """Successive halving alone, for a grown run of `budget` GFLOPs that was made with another grid."""
+    _prepare(setting)
+    return [{"arm": "halving", "seed": seed, **setting.about, **halving(setting, setting.load(seed), seed, budget)}]
+
+
 def run_static(setting: Setting, times: int, *, seed: int) -> list[Record]:
     _prepare(setting)
     task, began = setting.load(seed), _now(setting)
@@ -323,7 +329,8 @@ def _now(setting: Setting) -> float:
 
 def best_of_grid(setting: Setting, runs: list[Record]) -> Record:
     """Return the run of one seed that is best by validation, at the cost of all."""
-    best = min(runs, key=lambda run: setting.rank(run["val_loss"], run.get("val_accuracy", 0.0)))
+    # Runs by loss from before accuracies were recorded have none.
+    best = min(runs, key=lambda run: setting.rank(run["val_loss"], run["val_accuracy"] if setting.best_by == "accuracy" else 0.0))
     return {**best, "gflops": sum(run["gflops"] for run in runs)}
 
 
@@ -415,12 +422,14 @@ def main(arguments: list[str] | None = None) -> None:
     arms = {"grown", *(f"x{times}" for times in sizes)}
     earlier = [run for run in output.earlier if "seed" in run and about <= run.items() and run["seed"] < work.seeds]
     earlier = [run for run in earlier if run.get("best_by", "loss") == options.best_by]
-    runs = [run for run in earlier if run["arm"] in arms | {"longer", "final", "halving"}]
+    runs = [run for run in earlier if run["arm"] in arms | {"longer", "final"} or run.get("sizes") == list(sizes)]
     have = {(run["arm"], run["seed"]) for run in runs}
     # The longest runs first, so that no worker ends long after the others.
     by_arm = {"grown": partial(run_growing, setting, without=tuple(options.without))}
     by_arm |= {f"x{times}": partial(run_static, setting, times) for times in reversed(sizes)}
-    jobs = [partial(job, seed=seed) for arm, job in by_arm.items() for seed in range(work.seeds) if (arm, seed) not in have]
+    budgets = {run["seed"]: run["gflops"] for run in runs if run["arm"] == "grown" and ("halving", run["seed"]) not in have}
+    jobs = [partial(run_halving, setting, seed=seed, budget=budget) for seed, budget in budgets.items() if "halving" not in options.without]
+    jobs += [partial(job, seed=seed) for arm, job in by_arm.items() for seed in range(work.seeds) if (arm, seed) not in have]
     runs += run_all(jobs, processes=options.jobs, output=output)
     record = summary(setting, runs)
     output.write(record)

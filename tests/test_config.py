@@ -388,3 +388,15 @@ def test_a_field_is_read_by_the_name_that_it_had_earlier_and_written_by_the_new_
     assert config.arena.team_size == 2
     assert "team_size = 2" in to_toml(config)
     assert mistake(from_mapping, HoldsRenamed, {"arena": {"teems": 2}}).path == "arena.teems"
+
+
+class Smaller(Config):
+    REMOVED: ClassVar = {"start_weights": "random"}
+
+    epochs: PositiveInt = 5
+
+
+def test_a_field_that_is_gone_is_read_if_it_has_the_only_value_left_of_it() -> None:
+    assert from_mapping(Smaller, {"start_weights": "random", "epochs": 2}) == Smaller(epochs=2)
+    with pytest.raises(ConfigError, match="start_weights: was 'best', and this version only does 'random'"):
+        from_mapping(Smaller, {"start_weights": "best"})

@@ -93,11 +93,12 @@ class _ConfigMeta(msgspec.StructMeta):
 class Config(msgspec.Struct, metaclass=_ConfigMeta, frozen=True):
     """Base of all configs. A subclass is frozen and keyword-only, and its fields are checked whenever an instance is made.
 
-    An int is accepted for a float and a list for a tuple; a bool is not accepted for a number. `RENAMED` maps names of fields in earlier
-    versions to their new names, so that old configs can be read.
+    An int is accepted for a float and a list for a tuple; a bool is not accepted for a number. So that old configs can be read, `RENAMED`
+    maps names of fields in earlier versions to their new names, and `REMOVED` maps fields that are gone to the only value left of them.
     """
 
     RENAMED: ClassVar[Mapping[str, str]] = {}
+    REMOVED: ClassVar[Mapping[str, object]] = {}
 
     def __post_init__(self) -> None:
         for name, (annotation, info) in _fields(type(self)).items():
@@ -224,7 +225,11 @@ def _build(config_type: type[ConfigT], mapping: Mapping[str, object], *, default
     fields = _fields(config_type)
     renamed = {old: new for old, new in config_type.RENAMED.items() if new not in mapping}
     mapping = {renamed.get(key, key): given for key, given in mapping.items()}
+    mapping = {key: given for key, given in mapping.items() if key not in config_type.REMOVED or given != config_type.REMOVED[key]}
     for key, given in mapping.items():
+        if key in config_type.REMOVED:
+            value = config_type.REMOVED[key]
+            raise ConfigError(key, expected=repr(value), got=given, problem=f"was {given!r}, and this version only does {value!r}")
         if key not in fields:
             hint = did_you_mean(key, fields, otherwise=f"known keys are {', '.join(fields)}")
             raise ConfigError(key, expected=f"one of {', '.join(fields)}", got=given, problem=f"unknown key; {hint}")

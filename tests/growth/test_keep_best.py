@@ -471,11 +471,37 @@ def test_a_seed_that_was_connected_after_the_epoch_with_the_highest_metric_is_ta
 
 
 def test_a_missing_metric_and_a_metric_beside_keep_last_are_refused() -> None:
-    course = Course({}, {}, best_by="accuracy")
-    with pytest.raises(GrowthError, match="the best epoch is chosen by the metric 'accuracy', which is missing"):
+    course, missing = Course({}, {}, best_by="accuracy"), "the best epoch is chosen by the metric 'accuracy', which is missing"
+    with pytest.raises(GrowthError, match=missing):
         course.train(1)
+    course = Course({}, {}, best_by="accuracy")
+    course.train(1, {1: 0.5})
+    with pytest.raises(GrowthError, match=missing):
+        course.grower.restore_best(course.evaluate)
     with pytest.raises(GrowthError, match='keep="last" returns the last one'):
         Course({}, {}, best_by="accuracy", keep="last")
+    with pytest.raises(GrowthError, match="which returns the last state"):
+        grow(make_host(), make_data(1), make_data(1), cross_entropy, epochs=1, keep="last", best_by="accuracy")
+
+
+def test_a_metric_that_is_never_finite_leaves_the_last_state_with_a_warning() -> None:
+    course = Course({}, {2: LOW}, best_by="accuracy")
+    course.train(3, dict.fromkeys(range(1, 4), math.nan))
+    with pytest.warns(RuntimeWarning, match="no epoch with a finite accuracy counts, so the last state is the result"):
+        assert course.grower.restore_best(course.evaluate, metrics={"accuracy": math.nan}) is None
+
+
+def test_a_saved_grower_is_loaded_with_the_metric_by_which_it_chose() -> None:
+    accuracies = {1: 0.5, 2: 0.9, 3: 0.7, 4: 0.6}
+    course, resumed = (Course({}, {3: LOW}, best_by="accuracy") for _ in range(2))
+    course.train(3, accuracies)
+    resumed.grower.load_state_dict(course.grower.state_dict())
+    resumed.train(1, accuracies)
+    restored = resumed.grower.restore_best(resumed.evaluate, metrics={"accuracy": 0.6})
+    assert restored is not None
+    assert (restored.epoch, restored.value) == (2, 0.9)
+    with pytest.raises(GrowthError, match="of a run with best_by='accuracy', not None"):
+        Course({}, {}).grower.load_state_dict(course.grower.state_dict())
 
 
 def test_grow_keeps_the_epoch_with_the_highest_metric() -> None:

@@ -5,7 +5,7 @@ The comment behind a field is its help text on the command line. This module doe
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from esper.config import Config, ConfigError, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from esper.runs.telemetry import Level
@@ -38,6 +38,8 @@ class BudgetConfig(Config):
 
 class LifecycleConfig(Config):
     """How a seed is raised, and the length of its stages in epochs."""
+
+    REMOVED: ClassVar = {"start_weights": "random"}
 
     raise_mode: Literal["joint", "shadow"] = "joint"  # joint: seeds learn with the host; shadow: the host is unchanged until blending
     training_epochs: PositiveInt = 3  # shadow: minimum epochs of learning before blending
@@ -152,3 +154,8 @@ class TrainingConfig(GrowthConfig):
     best_by: str | None = None  # metric with the highest value in the best epoch, such as accuracy; None: the lowest validation loss
     telemetry: Level = "normal"  # off: only start, end and test; minimal: no details of slots; debug: also gradients per layer, memory
     telemetry_escalation: NonNegativeInt = 5  # epochs for which an anomaly raises the telemetry to debug; 0: never
+
+    def check(self) -> None:
+        super().check()
+        if self.best_by is not None and self.keep != "best":
+            raise ConfigError("best_by", expected='None with keep="last", which returns the last state', got=self.best_by)

@@ -178,7 +178,7 @@ class BestRestored(Event, tag="best_restored"):
     last_epoch: int  # epochs that were trained
     last_val_loss: float  # of the state that it replaces, without the seeds on trial
     left_out: list[str] = []  # slots of kept seeds that are not in it, because they were not connected yet
-    by: str = ""  # metric whose highest value was the best; "": the lowest loss was
+    by: str = ""  # metric whose highest value was the best; "": the lowest loss decided
     value: float | None = None  # of that metric after that epoch
     last_value: float | None = None  # of that metric in the state that it replaces
 

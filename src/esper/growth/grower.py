@@ -13,7 +13,7 @@ epoch, and lets the governor restore a healthy state when the training breaks do
             optimizer.zero_grad()
             grower.after_step(loss)
         grower.after_epoch(evaluate)            # evaluate() returns the validation loss of every batch, always in the same order
-    grower.restore_best(evaluate)               # optional: the state after the epoch with the lowest validation loss
+    grower.restore_best(evaluate)               # optional: the state after the best epoch
     model = slotted.bake()
 
 Seeds step whenever the user's optimiser steps, and their gradients are cleared whenever the host's are. `after_step` records the loss,
@@ -335,7 +335,7 @@ class Grower:
                 "each seed on trial with the seed off: grower.after_epoch(evaluate)"
             )
         values: dict[str, float] = {}
-        if found := self._with_best_by(metrics):
+        if found := self._checked_metrics(metrics):
             evaluate = _noting(evaluate, found, values)
         self._make_first_decision()
         # Nothing but the connected seeds may run in the model during the evaluation.
@@ -426,8 +426,8 @@ class Grower:
     def restore_best(self, evaluate: Evaluate, *, metrics: Mapping[str, float | Callable[[], float]] | None = None) -> BestRestored | None:
         """Restore the state after the best epoch. Call it once, after the last epoch and before `bake`.
 
-        The best epoch has the lowest validation loss, or the highest value of the metric `best_by`. `metrics` are those of the present
-        state, as for `after_epoch`; without `best_by`, they are not needed.
+        The best epoch has the lowest validation loss, or the highest value of the metric `best_by`, which `metrics` must then have. They
+        are as for `after_epoch`; pass functions, which are called after `evaluate`, because it runs without the seeds on trial.
 
         An epoch counts if all seeds that were connected in it are kept by now and none of them was blending. Its seeds are kept in the
         restored state too. Kept seeds that were not connected yet are taken out, and the ledger says so. Weights, buffers and seeds are
@@ -440,16 +440,18 @@ class Grower:
         self._check_is_active()
         if not self._keeps_best:
             raise GrowthError('this Grower holds no earlier states; make it with keep="best", or bake the last state')
-        best = self._recovery.best_states.best()
+        states, values, found = self._recovery.best_states, dict[str, float](), self._checked_metrics(metrics)
+        best = states.best()
+        if best is None and states.by is not None:
+            warnings.warn(f"no epoch with a finite {states.by} counts, so the last state is the result", RuntimeWarning, stacklevel=2)
         if best is None or (best.epoch == self.epoch and self.history.steps == 0):
             return None
         on_trial = [name for name in self.lifecycles.living() if self.lifecycles.backends[name].is_connected]
-        states, values = self._recovery.best_states, dict[str, float]()
         if states.by is not None:
-            evaluate = _noting(evaluate, self._with_best_by(metrics), values)
+            evaluate = _noting(evaluate, found, values)
         with self._prober.paused(), modes_kept(self.slotted), self.slotted.without(on_trial):
             last_loss = self._measurement.losses(evaluate).mean
-        last_metrics = self._averaged_metrics(values)
+        last_metrics = self._averaged_metrics(values) if values else {}
         if states.rank(last_loss, last_metrics) <= states.rank(best.val_loss, best.metrics):
             return None
         self._stop_watching(discard=True)
@@ -688,7 +690,7 @@ class Grower:
         """Return the GradScaler's loss scale as a tensor, because `get_scale` would wait for the device; None without a GradScaler."""
         return self.scaler._get_scale_async() if self.scaler is not None and self.scaler.is_enabled() else None
 
-    def _with_best_by(self, metrics: object) -> dict[str, Any]:
+    def _checked_metrics(self, metrics: object) -> dict[str, Any]:
         """Return the metrics by name. Raise a GrowthError if the one that decides about the best epoch is missing."""
         found, by = check_metrics(metrics), self._recovery.best_states.by
         if by is not None and by not in found:
@@ -724,6 +726,7 @@ class Grower:
             "controller": {"name": self.controller.name, "state": self.controller.state_dict()},
             "plot": self.host_growth.state_dict(),  # "plot" is the name that HostGrowth had in earlier versions
             "has_begun": self._has_begun,
+            "best_by": self._recovery.best_states.by,
             "probe": {"steps": self._optimizer_steps, "length": self._optimizer_steps_before, "probe": self._prober.state_dict()},
             "measurement": self._measurement.state_dict(),
             "shadow": self._shadow.state_dict(),
@@ -737,6 +740,9 @@ class Grower:
             raise GrowthError(
                 f"the saved state is of a run with the controller {saved!r}, not {self.controller.name!r}; resume it with that controller"
             )
+        saved_by, by = state.get("best_by"), self._recovery.best_states.by  # missing in files of earlier versions
+        if saved_by != by:
+            raise GrowthError(f"the saved state is of a run with best_by={saved_by!r}, not {by!r}; resume it with that")
         self._stop_watching(discard=True)
         self._recovery.load_state_dict(state["recovery"])
         self.host_growth.load_state_dict(state["plot"])

@@ -88,10 +88,10 @@ def grow(
     after the training.
 
     **Result.** With `keep="best"`, the model is returned as it was after the epoch with the lowest validation loss, with every controller.
-    With `best_by`, the name of a metric, it is the epoch with the highest value of that metric, and of several the one with the lowest
-    loss. An epoch counts only if all seeds that were connected in it are kept in the end. Seeds that were connected later are taken out,
-    and the ledger says so; the losses of all epochs are kept. This holds for a training that ends early or by Ctrl-C too. "last" returns
-    the state after the last epoch.
+    With `best_by`, the name of a metric, it is the epoch with the highest value of that metric; among equal values, the lowest loss
+    decides. If lower is better, let the metric return the negative. An epoch counts only if all seeds that were connected in it are kept
+    in the end. Seeds that were connected later are taken out, and the ledger says so; the losses of all epochs are kept. This holds for a
+    training that ends early or by Ctrl-C too. "last" returns the state after the last epoch.
 
     **Growth.** `controller` decides what grows, where and when: a name ("heuristic", "never", "random", "schedule") or an object with a
     method `decide(state)`. `config` holds all other settings of growth.
@@ -100,7 +100,7 @@ def grow(
 
     **Metrics.** `metrics` maps names to functions of a batch, such as {"accuracy": fn}: `fn(outputs, targets)` beside a `loss_fn`,
     `fn(model, batch)` beside a `step_loss`. They are computed in the pass that computes the validation loss, and averaged over samples.
-    The growth does not depend on them, and the result only by `best_by`.
+    The growth does not depend on them, and the result only if one of them is `best_by`.
 
     **Run folder.** `run` is a folder for events, checkpoints and results. `resume` continues from its last checkpoint: from the end of an
     epoch, or from the exact step if the training loader has a `state_dict`. At the end, the folder holds the returned model, for

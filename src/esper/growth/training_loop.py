@@ -80,7 +80,11 @@ class Training:
         if config.best_by is not None and config.best_by not in self.metrics:
             raise GrowthError(
                 f"best_by={config.best_by!r} is not a metric of this training; "
-                + did_you_mean(config.best_by, self.metrics, otherwise=f"pass metrics={{{config.best_by!r}: ...}}")
+                + did_you_mean(
+                    config.best_by,
+                    self.metrics,
+                    otherwise=f"it has {', '.join(self.metrics)}" if self.metrics else f"pass metrics={{{config.best_by!r}: ...}}",
+                )
             )
         self._metrics_before: dict[str, float] = {}  # on the validation data before any training
         self._prepared: tuple[Grower, Losses] | None = None  # the grower, and the validation losses before any training

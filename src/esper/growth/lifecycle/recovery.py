@@ -15,7 +15,7 @@ A rollback also handles things that have appeared since the snapshot. It removes
 replaced buffer its former size, and keeps a group that was added to the optimiser, with its settings and without optimiser state.
 Everything is checked first. If something does not fit, or an object of the user refuses its state, nothing changes.
 
-`BestStates` holds the states of the epochs with the lowest validation losses, so that a training can end with the best one. They hold
+`BestStates` holds the states of the best epochs, so that a training can end with the best one. They hold
 the same parameters and buffers as snapshots and the connected seeds, and no optimiser.
 
 Checkpoints (`Recovery.state_dict`) hold everything, frozen parameters included.
