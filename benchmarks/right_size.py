@@ -15,8 +15,7 @@ Arms, paired over seeds (same data, same order of batches):
     final       the architecture that the grown run ended with, from scratch, for as many epochs as the FLOPs of the grown run allow
     x1 .. x512  static nets with this many times the parameters of the smallest host
     grid        of these, the best one by validation, at the cost of all
-    halving     successive halving over these sizes. Its longest run is chosen so that all runs together cost the FLOPs of the grown run if
-                the largest nets survive
+    halving     successive halving over these sizes, with the FLOPs of the grown run for all of its runs together
 
 Every arm keeps the state with the lowest validation loss, or with `--best-by accuracy` that with the highest validation accuracy. Sizes are
 chosen by the same figure. The test part is used once, for that state. FLOPs are those of training and
@@ -33,13 +32,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
 import torch
 from torch import nn
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
 
 from esper.growth import GrowthConfig, add_slots, grow
 from esper.growth.config import BudgetConfig, GovernorConfig
@@ -141,7 +141,7 @@ class StaticRun:
         self.flops = add_slots(copy.deepcopy(net).cpu(), task.example_input).discovery.host.flops  # of a forward pass of one sample
         self.net = net.to(setting.device)
         self.optimizer = AdamW(self.net.parameters(), lr=setting.work.learning_rate)
-        self.scheduler = CosineAnnealingLR(self.optimizer, T_max=epochs)
+        self.scheduler: LRScheduler = CosineAnnealingLR(self.optimizer, T_max=epochs)
         self.batches = task.train_loader(seed=seed, device=setting.device)
         self.epochs, self.best_epoch = 0, 0
         self.val_loss, self.val_accuracy = math.inf, 0.0  # of the best state
@@ -199,24 +199,36 @@ def static(setting: Setting, task: Task, net: nn.Module, *, seed: int, epochs: i
 
 
 def halving(setting: Setting, task: Task, seed: int, budget: float) -> Record:
-    """Train all sizes, and go on with the better half by validation, and so on until one is left. `budget` is in GFLOPs."""
+    """Train all sizes, go on with the better half by validation, and so on until one is left. All runs together cost `budget` GFLOPs.
+
+    A rung ends after half as many epochs as the next one. Whenever nets are dropped, the rungs that follow are planned anew with the FLOPs
+    that are left, for the case that the largest nets survive. The learning rate follows a cosine over the epochs of the present plan.
+    """
     nets = {times: setting.make(task, size, seed) for times, size in setting.work.sizes.items()}
     runs = {times: StaticRun(setting, task, net, seed=seed, epochs=1) for times, net in nets.items()}
     counts = [len(runs)]  # nets in every rung
     while counts[-1] > 1:
         counts.append(math.ceil(counts[-1] / 2))
-    # The share of the longest run in which a rung ends: 1/8, 1/4, 1/2, 1 for eight sizes.
-    ends = [0.5**rung for rung in reversed(range(len(counts)))]
-    costs = sorted((run.flops_per_epoch / 1e9 for run in runs.values()), reverse=True)
-    shares = [end - start for start, end in zip([0.0, *ends], ends, strict=False)]
-    longest = max(int(budget / sum(share * sum(costs[:count]) for share, count in zip(shares, counts, strict=True))), len(counts))
+    ends = [0.5**rung for rung in reversed(range(len(counts)))]  # of the rungs, relative to the last: 1/8, 1/4, 1/2, 1 for eight sizes
+    longest, alive = 1, dict(runs)  # epochs at the end of the last rung, and the nets that are left
+
+    def rate(epoch: int) -> float:
+        return (1 + math.cos(math.pi * min(epoch / longest, 1.0))) / 2
+
     for run in runs.values():
-        run.scheduler = CosineAnnealingLR(run.optimizer, T_max=longest)
-    alive = dict(runs)
-    for count, end in zip(counts, ends, strict=True):
+        run.scheduler = LambdaLR(run.optimizer, rate)
+    for rung, count in enumerate(counts):
         alive = dict(sorted(alive.items(), key=lambda item: item[1].rank)[:count])
+        done = next(iter(alive.values())).epochs
+        costs = sorted((run.flops_per_epoch / 1e9 for run in alive.values()), reverse=True)
+        left = budget - sum(run.epochs * run.flops_per_epoch / 1e9 for run in runs.values())
+        # Until epoch `ends * longest`, the rungs from here on cost `longest` times this, less what is done already.
+        shares = [end - start for start, end in pairwise([0.0, *ends[rung:]])]
+        cost = sum(share * sum(costs[:count]) for share, count in zip(shares, counts[rung:], strict=True))
+        longest = max(int((left + done * sum(costs)) / cost), 1)
         for run in alive.values():
-            run.train(max(round(end * longest), 1) - run.epochs)
+            run.optimizer.param_groups[0]["lr"] = setting.work.learning_rate * rate(done)
+            run.train(max(round(ends[rung] * longest) - done, 1))
     (times, winner), spent = next(iter(alive.items())), sum(run.epochs * run.flops_per_epoch for run in runs.values())
     return {**winner.result(), "gflops": spent / 1e9, "times": times, "sizes": list(setting.work.sizes)}
 

@@ -148,6 +148,20 @@ def test_a_static_run_keeps_its_best_validation_state(best_by: str, small: Task)
     assert small.evaluate(run.net, small.val_loader()) == best
 
 
+@pytest.mark.parametrize("survivor", [1, 8])
+def test_halving_spends_its_budget_whichever_net_survives(survivor: int, small: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {times: right_size.WORKS["digits"].sizes[times] for times in (1, 2, 4, 8)}
+    setting = right_size.Setting("digits", replace(right_size.WORKS["digits"], sizes=sizes))
+    nets = {times: setting.make(small, size, 0) for times, size in sizes.items()}
+    epochs = {times: right_size.StaticRun(setting, small, net, seed=0, epochs=1).flops_per_epoch / 1e9 for times, net in nets.items()}
+    wanted, budget = right_size._size(nets[survivor]), 20 * sum(epochs.values())
+    monkeypatch.setattr(right_size.StaticRun, "rank", property(lambda run: (right_size._size(run.net) != wanted,)))
+    monkeypatch.setattr(right_size.Setting, "rank", lambda setting, loss, accuracy: (-1,))  # every state replaces the one before
+    record = right_size.halving(setting, small, 0, budget)
+    assert record["times"] == survivor
+    assert budget - epochs[survivor] < record["gflops"] <= budget
+
+
 def test_every_seed_divides_the_digits_anew() -> None:
     digits = load_task("digits")
     parts = [right_size._split_again(digits, seed) for seed in (0, 0, 1)]
