@@ -692,7 +692,7 @@ class Grower:
 
     def _checked_metrics(self, metrics: object) -> dict[str, Any]:
         """Return the metrics by name. Raise a GrowthError if the one that decides about the best epoch is missing."""
-        found, by = check_metrics(metrics), self._recovery.best_states.by
+        found, by = check_metrics(metrics) if metrics else {}, self._recovery.best_states.by
         if by is not None and by not in found:
             raise GrowthError(f"the best epoch is chosen by the metric {by!r}, which is missing; pass metrics={{{by!r}: ...}}")
         return found
