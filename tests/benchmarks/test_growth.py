@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,14 +120,18 @@ def test_arms_that_a_control_needs_are_run_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:nothing can grow")
-def test_the_best_of_the_grid_is_chosen_by_validation_and_pays_for_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("best_by", "figure", "best_of"), [("loss", "val_loss", min), ("accuracy", "val_accuracy", max)])
+def test_the_best_of_the_grid_is_chosen_by_validation_and_pays_for_all(
+    best_by: str, figure: str, best_of: Callable[..., float], tmp_path: Path
+) -> None:
     path = tmp_path / "sizes.jsonl"
-    right_size.main(["--sizes", "1,4", "--seeds", "2", "--epochs", "3", "--jobs", "1", "--out", str(path)])
+    right_size.main(["--sizes", "1,4", "--seeds", "2", "--epochs", "3", "--jobs", "1", "--best-by", best_by, "--out", str(path)])
     _, *runs, summary = lines(path)
+    setting = right_size.Setting("digits", right_size.WORKS["digits"], best_by=best_by)
     for seed in range(2):
         static = [run for run in runs if run["seed"] == seed and run["arm"] in ("x1", "x4")]
-        best = right_size.best_of_grid(static)
-        assert best["val_loss"] == min(run["val_loss"] for run in static)
+        best = right_size.best_of_grid(setting, static)
+        assert best[figure] == best_of(run[figure] for run in static)
         assert best["gflops"] == pytest.approx(sum(run["gflops"] for run in static))
     rows = summary["rows"]
     assert sum(rows["grid"]["chosen"].values()) == 2
