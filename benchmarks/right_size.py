@@ -222,7 +222,7 @@ def halving(setting: Setting, task: Task, seed: int, budget: float) -> Record:
         done = next(iter(alive.values())).epochs
         costs = sorted((run.flops_per_epoch / 1e9 for run in alive.values()), reverse=True)
         left = budget - sum(run.epochs * run.flops_per_epoch / 1e9 for run in runs.values())
-        # Until epoch `ends * longest`, the rungs from here on cost `longest` times this, less what is done already.
+        # The cost of this rung and those after it, per epoch of `longest`, if the nets had to begin again.
         shares = [end - start for start, end in pairwise([0.0, *ends[rung:]])]
         cost = sum(share * sum(costs[:count]) for share, count in zip(shares, counts[rung:], strict=True))
         longest = max(int((left + done * sum(costs)) / cost), 1)
@@ -341,7 +341,7 @@ def _now(setting: Setting) -> float:
 
 def best_of_grid(setting: Setting, runs: list[Record]) -> Record:
     """Return the run of one seed that is best by validation, at the cost of all."""
-    # Runs by loss from before accuracies were recorded have none.
+    # Older runs that were chosen by loss have no accuracy in their records.
     best = min(runs, key=lambda run: setting.rank(run["val_loss"], run["val_accuracy"] if setting.best_by == "accuracy" else 0.0))
     return {**best, "gflops": sum(run["gflops"] for run in runs)}
 

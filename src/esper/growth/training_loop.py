@@ -387,14 +387,14 @@ class Training:
         is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         if self.scheduler is not None and not self._is_stepped_per_step and not is_plateau:
             self.scheduler.step()
-        evaluate, metrics = self._evaluation(grower)
+        evaluate, metrics = self._evaluation(grower, with_metrics=bool(self.metrics))
         ended = grower.after_epoch(evaluate, metrics=metrics)
         if is_plateau:
             self.scheduler.step(ended.val_loss)
 
-    def _evaluation(self, grower: Grower) -> tuple[Evaluate, dict[str, Callable[[], float]]]:
-        """Return a function that evaluates the validation data, and the metrics, which are computed in its first call."""
-        if not self.metrics:
+    def _evaluation(self, grower: Grower, *, with_metrics: bool) -> tuple[Evaluate, dict[str, Callable[[], float]]]:
+        """Return a function that evaluates the validation data, and functions of the metrics, which its first call computes."""
+        if not with_metrics:
             return lambda: list(self._evaluate(grower)), {}
         sums = self._metric_sums()
         passes = iter([sums])
@@ -434,7 +434,7 @@ class Training:
         if status != "stopped":
             for name in lifecycles.living():
                 lifecycles.prune(name, "the training is over and it has not earned its place")
-        evaluate, metrics = self._evaluation(grower)
+        evaluate, metrics = self._evaluation(grower, with_metrics=self.config.best_by is not None)
         restored = grower.restore_best(evaluate, metrics=metrics) if self.config.keep == "best" else None
         model, sums = grower.bake(), self._metric_sums()
         grown = Grown(

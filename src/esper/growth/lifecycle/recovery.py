@@ -277,7 +277,7 @@ class BestStates:
         def on_trial(one: BestState) -> set[int]:
             return {number for number in one.seeds if outcomes[number] == "living"}
 
-        # Go through the states from the best one on, and leave out those that depend on all verdicts that a better one depends on.
+        # From the best state to the worst: a state is of no use if a better one is left whenever this one is left.
         chosen: list[BestState] = []
         for one in sorted([*self._states, new], key=self._order):
             is_lost = any(outcomes[number] not in ("living", "kept") for number in one.seeds)
