@@ -13,7 +13,7 @@ Arms, paired over seeds (same data, same order of batches):
     never       the same host, which never grows
     longer      the same host, trained for so many epochs that it costs at least the FLOPs of the grown run
     final       the architecture that the grown run ended with, from scratch, for as many epochs as the FLOPs of the grown run allow
-    x1 .. x512  static nets with this many times the parameters of the smallest host
+    x1, x2, ...  static nets with this many times the parameters of the smallest host
     grid        of these, the best one by validation, at the cost of all
     halving     successive halving over these sizes, with the FLOPs of the grown run for all of its runs together
 
@@ -30,11 +30,13 @@ import copy
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 import torch
 from torch import nn
@@ -71,7 +73,7 @@ def _conv_sizes(widths: dict[int, int]) -> dict[int, Size]:
 WORKS = {
     "digits": Work(_conv_sizes({1: 4, 2: 6, 4: 8, 8: 12, 16: 16, 32: 24, 64: 32, 128: 48}), 40, 40, 0.01),
     "digits-1d": Work(_conv_sizes({1: 2, 2: 3, 4: 4, 8: 7, 16: 10, 32: 14, 64: 20, 128: 28, 256: 40}), 40, 12, 0.01),
-    "cifar10": Work(_conv_sizes({1: 8, 2: 12, 4: 16, 8: 24, 16: 32, 32: 48, 64: 64, 128: 90, 256: 128, 512: 181}), 20, 12, 0.01),
+    "cifar10": Work(_conv_sizes({1: 8, 2: 12, 4: 16, 8: 24, 16: 32, 32: 48, 64: 64, 128: 90, 256: 128, 512: 184, 1024: 256}), 20, 12, 0.01),
     "text": Work(
         {1: (32, 2, 2), 2: (48, 2, 3), 4: (64, 3, 4), 8: (96, 3, 6), 16: (128, 4, 8), 32: (192, 4, 12)}, 20, 8, 0.003, samples=4_000
     ),
@@ -87,6 +89,7 @@ class Setting:
     data_dir: Path | None = None
     device: str = "cpu"
     best_by: str = "loss"  # or accuracy
+    precision: Literal["float32", "bfloat16"] = "float32"  # of forward passes; the weights are always float32
 
     def rank(self, val_loss: float, val_accuracy: float) -> tuple[float, ...]:
         """Return a rank of a state by its validation figures, the lower the better."""
@@ -100,6 +103,13 @@ class Setting:
             task = replace(task, train=Split(task.train.inputs[part], task.train.targets[part]))
         return _split_again(task, seed) if self.task == "digits" else task
 
+    def autocast(self) -> AbstractContextManager[object]:
+        return torch.autocast(torch.device(self.device).type, getattr(torch, self.precision), enabled=self.precision != "float32")
+
+    def placed(self, net: nn.Module) -> nn.Module:
+        """Put a net on the device, in the memory format in which it computes convolutions fastest."""
+        return net.to(self.device) if self.device == "cpu" else net.to(self.device, memory_format=torch.channels_last)
+
     def make(self, task: Task, size: Size, seed: int) -> nn.Module:
         if self.task != "text":
             return task.make_host("-".join(map(str, size)), seed=seed)
@@ -112,8 +122,10 @@ class Setting:
     @property
     def about(self) -> Record:
         work = {"epochs_planned": self.work.epochs, "learning_rate": self.work.learning_rate, "samples": self.work.samples}
+        # Left out where they have the value of the first runs, which knew no other.
         best_by = {} if self.best_by == "loss" else {"best_by": self.best_by}
-        return {"task": self.task, "device": self.device, **work, **best_by}
+        precision = {} if self.precision == "float32" else {"precision": self.precision}
+        return {"task": self.task, "device": self.device, **work, **best_by, **precision}
 
 
 @cache
@@ -139,7 +151,7 @@ class StaticRun:
     def __init__(self, setting: Setting, task: Task, net: nn.Module, *, seed: int, epochs: int) -> None:
         self.setting, self.task = setting, task
         self.flops = add_slots(copy.deepcopy(net).cpu(), task.example_input).discovery.host.flops  # of a forward pass of one sample
-        self.net = net.to(setting.device)
+        self.net = setting.placed(net)
         self.optimizer = AdamW(self.net.parameters(), lr=setting.work.learning_rate)
         self.scheduler: LRScheduler = CosineAnnealingLR(self.optimizer, T_max=epochs)
         self.batches = task.train_loader(seed=seed, device=setting.device)
@@ -160,11 +172,14 @@ class StaticRun:
             self.net.train()
             for inputs, targets in self.batches:
                 self.optimizer.zero_grad()
-                self.task.loss_fn(self.net(inputs), targets).backward()
+                with self.setting.autocast():
+                    loss = self.task.loss_fn(self.net(inputs), targets)
+                loss.backward()
                 self.optimizer.step()
             self.scheduler.step()
             self.epochs += 1
-            found = self.task.evaluate(self.net, self.task.val_loader(device=self.setting.device))
+            with self.setting.autocast():
+                found = self.task.evaluate(self.net, self.task.val_loader(device=self.setting.device))
             if math.isfinite(found.loss) and self.setting.rank(found.loss, found.accuracy) < self.rank:
                 self.val_loss, self.val_accuracy, self.best_epoch = found.loss, found.accuracy, self.epochs
                 self.best_state = {name: tensor.clone() for name, tensor in self.net.state_dict().items()}
@@ -184,7 +199,8 @@ class StaticRun:
 
 
 def _scores(setting: Setting, task: Task, net: nn.Module) -> Record:
-    found = task.evaluate(net, task.test_loader(device=setting.device))
+    with setting.autocast():
+        found = task.evaluate(net, task.test_loader(device=setting.device))
     return {"test_accuracy": 100 * found.accuracy, "test_loss": found.loss}
 
 
@@ -241,7 +257,7 @@ def grown(setting: Setting, task: Task, net: nn.Module, *, seed: int) -> tuple[n
     work = setting.work
     governor = GovernorConfig(uninformed_loss=task.uninformed_loss)
     result = grow(
-        net.to(setting.device),
+        setting.placed(net),
         task.train_loader(seed=seed, device=setting.device),
         task.val_loader(device=setting.device),
         loss_fn=task.loss_fn,
@@ -249,6 +265,7 @@ def grown(setting: Setting, task: Task, net: nn.Module, *, seed: int) -> tuple[n
         optimizer=partial(AdamW, lr=work.learning_rate),
         scheduler=partial(CosineAnnealingLR, T_max=work.epochs),
         config=GrowthConfig(seed=seed, governor=governor, budget=BudgetConfig(max_parameters=None, max_flops=None)),
+        precision=setting.precision,
         metrics={"accuracy": task.accuracy},
         best_by="accuracy" if setting.best_by == "accuracy" else None,
     )
@@ -419,6 +436,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--best-by", choices=["loss", "accuracy"], default="loss", help="validation figure by which states and sizes are chosen"
     )
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32", help="of forward passes, by autocast")
     parser.add_argument("--without", nargs="*", choices=["longer", "final", "halving"], default=[], help="arms that are left out")
     parser.add_argument("--jobs", type=int, default=2, help="worker processes, of one thread each")
     parser.add_argument("--fresh", action="store_true", help="forget the runs that are in the file already, instead of adding to them")
@@ -428,12 +446,13 @@ def main(arguments: list[str] | None = None) -> None:
     work = WORKS[options.task]
     sizes = work.sizes if options.sizes is None else {int(times): work.sizes[int(times)] for times in options.sizes.split(",")}
     work = replace(work, sizes=sizes, epochs=options.epochs or work.epochs, seeds=options.seeds or work.seeds)
-    setting = Setting(options.task, work, options.data_dir, options.device, options.best_by)
+    setting = Setting(options.task, work, options.data_dir, options.device, options.best_by, options.precision)
     output = Output(options.out, resume=not options.fresh)
     about = setting.about.items()
     arms = {"grown", *(f"x{times}" for times in sizes)}
     earlier = [run for run in output.earlier if "seed" in run and about <= run.items() and run["seed"] < work.seeds]
-    earlier = [run for run in earlier if run.get("best_by", "loss") == options.best_by]
+    settings = (("best_by", "loss"), ("precision", "float32"))
+    earlier = [run for run in earlier if all(run.get(name, default) == getattr(setting, name) for name, default in settings)]
     runs = [run for run in earlier if run["arm"] in arms | {"longer", "final"} or run.get("sizes") == list(sizes)]
     have = {(run["arm"], run["seed"]) for run in runs}
     # The longest runs first, so that no worker ends long after the others.

@@ -319,7 +319,7 @@ def grow_beyond_the_first_room(fleet: Fleet) -> None:
         is_held = fleet.state(0).slots[0].stage is Stage.HOLDING
         decide(fleet, 0, Fossilize("blocks.0", "") if is_held else Advance("blocks.0", ""))
     room = max(kind.layout.width for kind in fleet.seed_storages["blocks.1"].seed_kinds.values())
-    decide(fleet, 0, germinate("blocks.1", "widen_700_chain"), germinate("blocks.0#2", "conv1x1"))
+    decide(fleet, 0, germinate("blocks.1", "widen_1500_chain"), germinate("blocks.0#2", "conv1x1"))
     assert fleet.seed_storages["blocks.1"].tensors["weights"].shape[1] > room
     decide(fleet, 1, germinate("blocks.1", "conv3x3"))
     fleet.advance()

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from esper.growth.host.layout import Place, Units
 from esper.growth.host.slots import WidePatch
 from esper.growth.host.units import chains, find_units
-from esper.growth.seeds.width import WidthSeed, fold, plan_of
+from esper.growth.seeds.width import WidthSeed, fold, is_joinable, kept_units, plan_of
 from tests.growth.host.test_units import Attention, Gated, InvertedResidual, Residual, Two
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -136,13 +136,15 @@ def test_a_new_seed_is_the_identity_bit_for_bit_and_has_a_gradient(name: str) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", HOSTS)
-def test_host_and_seed_train_as_the_wider_network_does(name: str, optimizer: str) -> None:
+def test_host_and_seed_train_as_the_wider_network_does(name: str, optimizer: str, is_whole: bool) -> None:
     make = OPTIMIZERS[optimizer]
     host, chain, inputs, targets = made(name)
     static = Widened(copy.deepcopy(host), chain).fold()
     widened = Widened(host, chain)
+    widened.seed.is_whole = is_whole
     own, of_seed, of_static = make(host.parameters()), make(widened.seed.parameters()), make(static.parameters())
     for _ in range(50):
         step(host, inputs, targets, own, of_seed)
@@ -205,23 +207,82 @@ def test_the_losses_after_a_late_fold_are_those_of_a_run_without_one(optimizer: 
     )
 
 
-def test_two_seeds_that_grew_apart_fold_into_one_layer_with_zero_blocks_between_them() -> None:
-    host, _, inputs, _ = made("pair")
-    units = find_units(host, inputs[:2])[0]
-    first = Widened(host, (units[0],))
-    plan = plan_of((units[1],), [units[1].added(0.5)])
-    second = WidthSeed(PLACE, "widen_50", first.modules, plan, random_seed=2)
+BLOCK_BY_BLOCK = {
+    "inverted residual": ["Conv2d"],  # the depthwise one
+    "group norm": ["GroupNorm"],
+    "weight norm": ["ParametrizedConv2d"],
+    "heads": ["Dropout"],
+    "grouped queries": ["Dropout"],
+}
+
+
+def with_random_weights(*seeds: WidthSeed) -> None:
+    """Draw the weights with which the host's outputs read the new units, which are zero at birth."""
+    for seed in seeds:
+        for part in seed.parts:
+            if part.back is not None:
+                nn.init.normal_(part.back.weight)
+
+
+def assert_equal_as_one_layer(host: nn.Module, inputs: Tensor, *seeds: WidthSeed) -> None:
+    """Compare outputs, gradients and statistics of a host whose seeds are computed block by block, and as parts of wide layers."""
+    start, found = copy.deepcopy(host.state_dict()), list[list[Tensor]]()
+    tensors = [*host.named_parameters(), *(pair for seed in seeds for pair in seed.named_parameters())]
+    for is_whole in (False, True):
+        for seed in seeds:
+            seed.is_whole = is_whole
+            for part in seed.parts:
+                if isinstance(part.own, nn.BatchNorm2d):
+                    part.own.reset_running_stats()
+        host.load_state_dict(start)
+        gradients = torch.autograd.grad(host.train()(inputs).square().sum(), [parameter for _, parameter in tensors])
+        statistics = [*host.buffers(), *(buffer for seed in seeds for buffer in seed.buffers())]
+        found.append([*gradients, *(buffer.double().clone() for buffer in statistics), host.eval()(inputs)])
+    for one, other in zip(*found, strict=True):
+        assert error(one, other) < 1e-10
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_a_kept_seed_is_computed_as_part_of_wide_layers(name: str) -> None:
+    host, chain, inputs, _ = made(name)
+    widened = Widened(host, chain)
+    with_random_weights(widened.seed)
+    assert_equal_as_one_layer(host, inputs, widened.seed)
+    assert [type(patch.module).__name__ for patch in widened.patches.values() if not is_joinable(patch)] == BLOCK_BY_BLOCK.get(name, [])
+    widened.seed.is_whole = False
+    assert not any(is_joinable(patch) for patch in widened.patches.values())
+
+
+def test_a_layer_whose_forward_the_user_replaced_is_computed_by_it() -> None:
+    host = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.ReLU(), nn.Linear(8, 5))
+    inputs = torch.randn(12, 3, 8, 8)
+    chain = chain_in(host, inputs[:2], 1)
+    host[1].forward = lambda x, layer=host[1]: 2 * nn.Linear.forward(layer, x)
+    widened = Widened(host, chain)
+    widened.seed.is_whole = True
+    assert [name for name, patch in widened.patches.items() if is_joinable(patch)] == ["3"]
+
+
+def planted_beside(first: Widened, chain: tuple[Units, ...], kept: dict[str, tuple[int, int]] | None = None) -> WidthSeed:
+    """Connect a second seed to the host of a first one. `kept` are the units of the first that it reads, as those of the host."""
+    plan = plan_of(chain, [units.added(0.5) for units in chain], kept)
+    second = WidthSeed(PLACE, "widen_50", first.modules, plan, random_seed=2, order=1)
     second.alpha.fill_(1.0)
     for one in plan:
         if one.module not in first.patches:
             first.patches[one.module] = WidePatch()
             first.patches[one.module].attach(first.modules[one.module])
     second.connect(first.patches, True)
-    for seed in (first.seed, second):
-        for part in seed.parts:
-            if part.back is not None:
-                nn.init.normal_(part.back.weight)
-    host.eval()
+    with_random_weights(first.seed, second)
+    return second
+
+
+def test_two_seeds_that_grew_apart_fold_into_one_layer_with_zero_blocks_between_them() -> None:
+    host, _, inputs, _ = made("pair")
+    units = find_units(host, inputs[:2])[0]
+    first = Widened(host, (units[0],))
+    second = planted_beside(first, (units[1],))
+    assert_equal_as_one_layer(host, inputs, first.seed, second)
     before = host(inputs)
     for seed in (first.seed, second):
         seed.connect(first.patches, False)
@@ -232,13 +293,19 @@ def test_two_seeds_that_grew_apart_fold_into_one_layer_with_zero_blocks_between_
     assert not host[4].weight[6:, 4:].any()
 
 
+def test_two_seeds_of_the_same_units_are_computed_as_one_layer_if_the_second_reads_the_first() -> None:
+    host, chain, inputs, _ = made("chain of three")
+    first = Widened(host, chain)
+    second = planted_beside(first, chain, kept_units([(first.seed.spec.wide, True)]))
+    assert any(plan.seen_inputs and plan.seen_outputs for plan in second.spec.wide)
+    assert_equal_as_one_layer(host, inputs, first.seed, second)
+
+
 def test_a_disconnected_seed_leaves_no_trace() -> None:
     host, chain, inputs, _ = made("chain of three")
     plain = copy.deepcopy(host)
     widened = Widened(host, chain)
-    for part in widened.seed.parts:
-        if part.back is not None:
-            nn.init.normal_(part.back.weight)
+    with_random_weights(widened.seed)
     assert not torch.equal(host(inputs), plain(inputs))
     host.load_state_dict(plain.state_dict())
     widened.seed.connect(widened.patches, False)

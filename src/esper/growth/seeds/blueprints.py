@@ -36,7 +36,7 @@ from esper.text_table import did_you_mean
 
 Build = Callable[[Place], nn.Module]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-WIDENINGS = (25, 50, 100, 300, 700, 1500)  # new units of the built-in width blueprints, in percent of the present ones
+WIDENINGS = (25, 50, 100, 300, 700, 1500, 2300)  # new units of the built-in width blueprints, in percent of the present ones
 
 
 def _anywhere(place: Place) -> bool:

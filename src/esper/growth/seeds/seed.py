@@ -90,6 +90,7 @@ class Seed(nn.Module):
     """Module that computes h + alpha·delta(h) of the output h of a submodule."""
 
     alpha: Tensor
+    is_whole = False  # the seed is kept, with an alpha of 1
 
     def __init__(self, place: Place, blueprint: str, *, random_seed: int, blending: Blending = "add") -> None:
         super().__init__()

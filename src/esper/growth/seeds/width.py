@@ -26,13 +26,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import batch_norm, linear
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import Optimizer
 
 from esper.growth.host.layout import Place, Through, Units
 from esper.growth.host.slots import WidePatch
-from esper.growth.host.units import WEIGHT_NORM, Layer, axis_of, has_weight_norm, layer_of, part_of, tensors_of
+from esper.growth.host.units import LAYERS, WEIGHT_NORM, Layer, axis_of, has_weight_norm, layer_of, part_of, tensors_of
 from esper.growth.seeds.blueprints import get_blueprint, widened_by
 from esper.growth.seeds.seed import Blending, Seed, SeedSpec, WidePlan
 
@@ -227,6 +228,8 @@ class WidthSeed(Seed):
         """Return the wide output of a module, given its wide input, for all seeds that are connected there."""
         if given.is_nested:  # sequences without padding, which torch's transformer encoder passes on in eval mode
             return torch.nested.as_nested_tensor([patch.forward(sequence.unsqueeze(0)).squeeze(0) for sequence in given.unbind()])
+        if is_joinable(patch):
+            return joined(patch, given)
         axis = patch.seeds[0][2].axis
         sizes = [plan.inputs for _, plan, _ in patch.seeds]
         host, *parts = torch.split(given, [given.shape[axis] - sum(sizes), *sizes], axis)
@@ -263,6 +266,76 @@ class WidthSeed(Seed):
             patch: WidePatch = patches[plan.module]
             others = [entry for entry in patch.seeds if entry[0] is not self]
             patch.set_seeds([*others, (self, plan, part)] if is_connected else others)
+
+
+# Kept seeds
+
+
+def is_joinable(patch: WidePatch) -> bool:
+    """Return whether a module and its seeds can be computed as one wide module: torch's own layers and batch norms, and kept seeds."""
+    kinds = _BATCH_NORMS if isinstance(patch.module, _BATCH_NORMS) else LAYERS
+    modules = [patch.module, *(module for _, _, part in patch.seeds for module in part.children())]
+    is_known = all(type(module) in kinds and getattr(module, "groups", 1) == 1 for module in modules) and not patch.is_replaced
+    return is_known and all(seed.is_whole for seed, _, _ in patch.seeds)
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def joined(patch: WidePatch, given: Tensor) -> Tensor:
+    """Compute a module and its seeds as one wide module, whose weights are put together for every pass.
+
+    `pass_through` copies parts of the wide input and output, which are much larger than the weights. The sums are rounded differently here,
+    so this is for kept seeds only: a host with a new seed must equal the host without it bit for bit.
+    """
+    module: Any = patch.module
+    if isinstance(module, _BATCH_NORMS):
+        return _joined_norm([module, *(part.own for _, _, part in patch.seeds)], given)
+    weight, bias = _joined_weight(module, patch.seeds)
+    if isinstance(module, nn.Linear):
+        return linear(given, weight, bias)
+    output: Tensor = module._conv_forward(given, weight, bias)
+    return output
+
+
+def _joined_weight(module: Layer, seeds: Sequence[tuple[WidthSeed, WidePlan, WidePart]]) -> tuple[Tensor, Tensor | None]:
+    """Return the weight and the bias of the layer that `fold` would make."""
+    outputs, inputs = module.weight.shape[:2]
+    rows = [torch.cat([module.weight, *(part.back.weight[:outputs] for _, _, part in seeds if part.back is not None)], 1)]
+    biases = [module.bias, *(part.new.bias for _, _, part in seeds if part.new is not None)]
+    for number, (_, plan, part) in enumerate(seeds):
+        if part.new is not None:
+            new = part.new.weight
+            unread = [new.new_zeros(len(new), inputs - new.shape[1], *new.shape[2:])] if new.shape[1] < inputs else []
+            inner = [] if part.inner is None else [part.inner.weight]
+            later = [_rows(after.back, outputs, plan.outputs) for _, _, after in seeds[number + 1 :] if after.back is not None]
+            rows.append(torch.cat([new, *unread, *inner, *later], 1))
+            outputs += plan.outputs
+        inputs += plan.inputs
+    return torch.cat(rows), None if module.bias is None else torch.cat([bias for bias in biases if bias is not None])
+
+
+def _rows(back: Layer, start: int, count: int) -> Tensor:
+    """Return rows of a block of weights; those that it does not have are zero."""
+    weight = back.weight
+    return weight[start : start + count] if start < len(weight) else weight.new_zeros(count, *weight.shape[1:])
+
+
+def _joined_norm(norms: Sequence[Any], given: Tensor) -> Tensor:
+    """Compute batch norms of the same kind, one for each part of the units, as one."""
+    first = norms[0]
+    weight, bias = (torch.cat([getattr(norm, name) for norm in norms]) if first.affine else None for name in ("weight", "bias"))
+    if not first.track_running_stats:
+        return batch_norm(given, None, None, weight, bias, training=True, eps=first.eps)
+    mean, variance = (torch.cat([getattr(norm, name) for norm in norms]) for name in ("running_mean", "running_var"))
+    output = batch_norm(given, mean, variance, weight, bias, first.training, first.momentum, first.eps)
+    if first.training:
+        sizes = [norm.num_features for norm in norms]
+        for norm, its_mean, its_variance in zip(norms, torch.split(mean, sizes), torch.split(variance, sizes), strict=True):
+            norm.running_mean.copy_(its_mean)
+            norm.running_var.copy_(its_variance)
+            norm.num_batches_tracked.add_(1)
+    return output
 
 
 def _own_random_numbers(module: nn.Module, x: Tensor) -> AbstractContextManager[None]:
