@@ -87,6 +87,33 @@ def test_a_new_second_seed_changes_no_output() -> None:
     assert torch.equal(outputs(loop.slotted), before)
 
 
+def test_a_seed_is_joined_to_its_layers_when_it_is_kept_unless_an_older_one_is_on_trial() -> None:
+    loop = loop_of(("widen_50", "widen_50"))
+    loop.epoch(epochs=KEPT - 1)
+    old = loop.slotted.slot("first")
+    assert old.seed is not None
+    young = loop.slotted.slot("second")
+    young.plant(loop.slotted.new_seed("second", "widen_50", random_seed=1), connected=True)
+    assert young.seed is not None
+    for name, joined in (("second", (False, False)), ("first", (True, False)), ("second", (True, True))):
+        loop.slotted.join(name)
+        assert (old.seed.spec.is_joined, young.seed.spec.is_joined) == joined
+
+
+def test_pruning_an_older_seed_changes_no_bit_although_a_younger_one_is_kept() -> None:
+    loop = loop_of(("widen_50", "widen_50"))
+    loop.epoch(epochs=KEPT - 1)
+    old, young = loop.slotted.slot("first"), loop.slotted.slot("second")
+    young.plant(loop.slotted.new_seed("second", "widen_50", random_seed=1), connected=True)
+    young.alpha = 1.0
+    loop.slotted.join("second")
+    old.alpha = 0.0
+    loop.host.eval()
+    before = outputs(loop.slotted)
+    old.plant(None)
+    assert torch.equal(outputs(loop.slotted), before)
+
+
 def test_a_place_holds_no_more_seeds_than_the_budget_allows() -> None:
     loop = loop_of(("low_rank", "mlp"), limit=1)
     loop.epoch(epochs=KEPT)

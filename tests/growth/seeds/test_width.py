@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from esper.growth.host.layout import Place, Units
 from esper.growth.host.slots import WidePatch
 from esper.growth.host.units import chains, find_units
-from esper.growth.seeds.width import WidthSeed, fold, is_joinable, kept_units, plan_of
+from esper.growth.seeds.width import WidthSeed, fold, kept_units, plan_of, split_joined
 from tests.growth.host.test_units import Attention, Gated, InvertedResidual, Residual, Two
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -136,15 +137,15 @@ def test_a_new_seed_is_the_identity_bit_for_bit_and_has_a_gradient(name: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("is_joined", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", HOSTS)
-def test_host_and_seed_train_as_the_wider_network_does(name: str, optimizer: str, is_whole: bool) -> None:
+def test_host_and_seed_train_as_the_wider_network_does(name: str, optimizer: str, is_joined: bool) -> None:
     make = OPTIMIZERS[optimizer]
     host, chain, inputs, targets = made(name)
     static = Widened(copy.deepcopy(host), chain).fold()
     widened = Widened(host, chain)
-    widened.seed.is_whole = is_whole
+    set_joined(widened.seed, is_joined)
     own, of_seed, of_static = make(host.parameters()), make(widened.seed.parameters()), make(static.parameters())
     for _ in range(50):
         step(host, inputs, targets, own, of_seed)
@@ -216,6 +217,10 @@ BLOCK_BY_BLOCK = {
 }
 
 
+def set_joined(seed: WidthSeed, is_joined: bool) -> None:
+    seed.spec = msgspec.structs.replace(seed.spec, is_joined=is_joined)
+
+
 def with_random_weights(*seeds: WidthSeed) -> None:
     """Draw the weights with which the host's outputs read the new units, which are zero at birth."""
     for seed in seeds:
@@ -228,9 +233,9 @@ def assert_equal_as_one_layer(host: nn.Module, inputs: Tensor, *seeds: WidthSeed
     """Compare outputs, gradients and statistics of a host whose seeds are computed block by block, and as parts of wide layers."""
     start, found = copy.deepcopy(host.state_dict()), list[list[Tensor]]()
     tensors = [*host.named_parameters(), *(pair for seed in seeds for pair in seed.named_parameters())]
-    for is_whole in (False, True):
+    for is_joined in (False, True):
         for seed in seeds:
-            seed.is_whole = is_whole
+            set_joined(seed, is_joined)
             for part in seed.parts:
                 if isinstance(part.own, nn.BatchNorm2d):
                     part.own.reset_running_stats()
@@ -248,9 +253,8 @@ def test_a_kept_seed_is_computed_as_part_of_wide_layers(name: str) -> None:
     widened = Widened(host, chain)
     with_random_weights(widened.seed)
     assert_equal_as_one_layer(host, inputs, widened.seed)
-    assert [type(patch.module).__name__ for patch in widened.patches.values() if not is_joinable(patch)] == BLOCK_BY_BLOCK.get(name, [])
-    widened.seed.is_whole = False
-    assert not any(is_joinable(patch) for patch in widened.patches.values())
+    apart = [type(patch.module).__name__ for patch in widened.patches.values() if not split_joined(patch)[0]]
+    assert apart == BLOCK_BY_BLOCK.get(name, [])
 
 
 def test_a_layer_whose_forward_the_user_replaced_is_computed_by_it() -> None:
@@ -259,8 +263,8 @@ def test_a_layer_whose_forward_the_user_replaced_is_computed_by_it() -> None:
     chain = chain_in(host, inputs[:2], 1)
     host[1].forward = lambda x, layer=host[1]: 2 * nn.Linear.forward(layer, x)
     widened = Widened(host, chain)
-    widened.seed.is_whole = True
-    assert [name for name, patch in widened.patches.items() if is_joinable(patch)] == ["3"]
+    set_joined(widened.seed, True)
+    assert [name for name, patch in widened.patches.items() if split_joined(patch)[0]] == ["3"]
 
 
 def planted_beside(first: Widened, chain: tuple[Units, ...], kept: dict[str, tuple[int, int]] | None = None) -> WidthSeed:

@@ -267,7 +267,7 @@ class Slot(ForwardPatch):
         self.wide: Mapping[str, ForwardPatch] = wide or {}  # patches of the modules that new units of this slot pass through, by name
         self.seed: Seed | None = None
         self.is_connected = False  # the seed changes the host's output
-        self._is_kept = False
+        self.is_kept = False  # the seed is fossilized
         self.observer: Observer | None = None
         self.is_idle = True  # the forward pass skips everything but the submodule
         self.ignores_loads = False  # loading a state dict into the host does not change the seed
@@ -320,8 +320,8 @@ class Slot(ForwardPatch):
         if self.seed is not None:
             self.seed.connect(self.wide, False)
         self.seed = seed
-        self._alpha = 0.0
         self.is_kept = False
+        self._alpha = 0.0
         self._origin = None
         self.plantings += 1
         self.connect(connected and seed is not None)
@@ -357,21 +357,6 @@ class Slot(ForwardPatch):
         assert self.seed is not None
         self._alpha = value
         self.seed.alpha.fill_(value)
-        self._update_is_whole()
-
-    @property
-    def is_kept(self) -> bool:
-        """The seed is fossilized."""
-        return self._is_kept
-
-    @is_kept.setter
-    def is_kept(self, value: bool) -> None:
-        self._is_kept = value
-        self._update_is_whole()
-
-    def _update_is_whole(self) -> None:
-        if self.seed is not None:
-            self.seed.is_whole = self._is_kept and self._alpha == 1.0
 
     @contextmanager
     def held_at(self, alpha: float) -> Iterator[None]:

@@ -18,6 +18,7 @@ compiled code.
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ from dataclasses import replace
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -250,6 +252,16 @@ class Slotted(Displayed):
         """Return the connected width seeds, also candidates of a probe, in the order of their units."""
         found = dict.fromkeys(seed for patch in self.wide.values() for seed, _, _ in patch.seeds)
         return sorted(found, key=lambda seed: seed.spec.order)
+
+    def join(self, name: str) -> None:
+        """Compute the kept width seed in a slot as a part of wide layers from now on, which is faster and rounds differently.
+
+        It stays as it is if an older seed is still computed block by block: pruning that one must change no other bit of the outputs.
+        """
+        kept, seeds = self.slots[name].seed, self.wide_seeds()
+        older = list(itertools.takewhile(lambda seed: seed is not kept, seeds))
+        if kept is not None and len(older) < len(seeds) and all(seed.spec.is_joined for seed in older):
+            kept.spec = msgspec.structs.replace(kept.spec, is_joined=True)
 
     def run_eagerly(self, is_eager: bool) -> None:
         """Run a compiled model eagerly until this is called with False or the slots are removed."""
@@ -569,8 +581,9 @@ class AveragedModel:
                 self._plantings[name] = source.plantings
             elif source.seed is not None and target.seed is not None:
                 self._average(target.seed, source.seed)
-            if source.seed is not None:
+            if source.seed is not None and target.seed is not None:
                 target.alpha = source.alpha
+                target.seed.spec = msgspec.structs.replace(target.seed.spec, is_joined=source.seed.spec.is_joined)
             target.is_kept = source.is_kept
             target.connect(source.is_connected)
 

@@ -537,6 +537,7 @@ class ModuleBackend(SlotBackend):
 
     def keep(self) -> None:
         self.slot.is_kept = True
+        self._slotted.join(self.place.name)
 
     def place_now(self) -> Place:
         return self._slotted.place(self.place.name)

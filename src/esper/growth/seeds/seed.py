@@ -72,10 +72,11 @@ class SeedSpec(msgspec.Struct, frozen=True):
     levels_up: int = 0  # from the module that the seed is registered in to the module whose output it changes
     wide: tuple[WidePlan, ...] = ()  # of a width seed: its parts, in the order in which the modules run
     order: int = 0  # of a width seed: its units come behind those of the seeds with a smaller number
+    is_joined: bool = False  # of a width seed: it is computed as a part of wide layers, not block by block
 
     def builds_same(self, other: SeedSpec) -> bool:
-        """Return whether both specs describe the same seed, apart from the module it is registered in."""
-        return msgspec.structs.replace(self, levels_up=other.levels_up) == other
+        """Return whether both specs describe the same seed, apart from the module it is registered in and how it is computed."""
+        return msgspec.structs.replace(self, levels_up=other.levels_up, is_joined=other.is_joined) == other
 
     def as_tensor(self) -> Tensor:
         """Return the spec as JSON in a tensor of bytes."""
@@ -90,7 +91,6 @@ class Seed(nn.Module):
     """Module that computes h + alpha·delta(h) of the output h of a submodule."""
 
     alpha: Tensor
-    is_whole = False  # the seed is kept, with an alpha of 1
 
     def __init__(self, place: Place, blueprint: str, *, random_seed: int, blending: Blending = "add") -> None:
         super().__init__()
@@ -156,6 +156,8 @@ class Seed(nn.Module):
             missing.append(prefix + SPEC_KEYS[0])
         elif not (spec := SeedSpec.from_tensor(given[0])).builds_same(self.spec):
             errors.append(f"{prefix[:-1]} is another seed: the state dict holds {spec}, the model {self.spec}")
+        else:
+            self.spec = msgspec.structs.replace(self.spec, is_joined=spec.is_joined)
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
 
 

@@ -12,6 +12,8 @@ Modules between layers with weights or statistics for each unit, such as batch n
 apart, and puts the wide result together. So everything that the host computes between its layers is computed for the new units by the
 host's own code. Tensors are [host's units, units of the first seed, units of the second, ...].
 
+A kept seed is joined: it is computed together with its layers, as one layer with all weights. This is faster, and rounds differently.
+
 `fold` turns the blocks into rows and columns of the host's own weights. Then nothing of the seed is left but a wider layer.
 
 Shapes: k = new units of one seed.
@@ -19,6 +21,7 @@ Shapes: k = new units of one seed.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import batch_norm, linear
+from torch.nn.functional import batch_norm, linear, pad
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import Optimizer
@@ -228,17 +231,16 @@ class WidthSeed(Seed):
         """Return the wide output of a module, given its wide input, for all seeds that are connected there."""
         if given.is_nested:  # sequences without padding, which torch's transformer encoder passes on in eval mode
             return torch.nested.as_nested_tensor([patch.forward(sequence.unsqueeze(0)).squeeze(0) for sequence in given.unbind()])
-        if is_joinable(patch):
-            return joined(patch, given)
         axis = patch.seeds[0][2].axis
-        sizes = [plan.inputs for _, plan, _ in patch.seeds]
-        host, *parts = torch.split(given, [given.shape[axis] - sum(sizes), *sizes], axis)
+        joined, seeds = split_joined(patch)
+        sizes = [plan.inputs for _, plan, _ in seeds]
+        host, *parts = torch.split(given, [given.shape[axis] - sum(sizes), *sizes], axis)  # `host`: with the units of joined seeds
         # A copy in the layout of the host's own tensors, so that the layer computes the same bits as without new units.
         host = host.clone(memory_format=torch.preserve_format) if sum(sizes) else given
-        own = host.shape[axis]
-        output: Tensor = patch.inner(host)
+        own = host.shape[axis] - sum(plan.inputs for _, plan, _ in joined)
+        output: Tensor = compute_joined(patch.module, joined, host) if joined else patch.inner(host)
         made: list[Tensor] = []
-        for (seed, plan, part), x_new in zip(patch.seeds, parts, strict=True):
+        for (seed, plan, part), x_new in zip(seeds, parts, strict=True):
             if seed.training != patch.module.training and not torch.compiler.is_compiling():
                 seed.train(patch.module.training)
             if part.own is not None:
@@ -247,13 +249,17 @@ class WidthSeed(Seed):
                 continue
             if part.back is not None:
                 read = (seed.alpha * part.back(x_new)).to(output.dtype)
-                if plan.seen_outputs:
-                    leading = _leading([new.shape[axis] for new in made], plan.seen_outputs)
+                unread = output.shape[axis] - read.shape[axis]  # units of joined seeds that do not read this one, if positive
+                if unread > 0:
+                    read = pad(read.movedim(axis, -1), (0, unread)).movedim(-1, axis)
+                elif unread < 0:
+                    leading = _leading([new.shape[axis] for new in made], -unread)
                     read, *others = read.split([output.shape[axis], *leading], axis)
                     made[: len(others)] = [new + other for new, other in zip(made, others, strict=False)]
                 output = output + read
             if part.new is not None:
-                new = part.new(given.narrow(axis, 0, own + plan.seen_inputs) if plan.seen_inputs else host)
+                reads_host = own + plan.seen_inputs == host.shape[axis]
+                new = part.new(host if reads_host else given.narrow(axis, 0, own + plan.seen_inputs))
                 made.append(new if part.inner is None else new + part.inner(x_new))
         if not made:
             return output
@@ -268,56 +274,61 @@ class WidthSeed(Seed):
             patch.set_seeds([*others, (self, plan, part)] if is_connected else others)
 
 
-# Kept seeds
+# Joined seeds
 
 
-def is_joinable(patch: WidePatch) -> bool:
-    """Return whether a module and its seeds can be computed as one wide module: torch's own layers and batch norms, and kept seeds."""
-    kinds = _BATCH_NORMS if isinstance(patch.module, _BATCH_NORMS) else LAYERS
-    modules = [patch.module, *(module for _, _, part in patch.seeds for module in part.children())]
-    is_known = all(type(module) in kinds and getattr(module, "groups", 1) == 1 for module in modules) and not patch.is_replaced
-    return is_known and all(seed.is_whole for seed, _, _ in patch.seeds)
-
-
+Entry = tuple["WidthSeed", WidePlan, WidePart]  # of `WidePatch.seeds`
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def joined(patch: WidePatch, given: Tensor) -> Tensor:
+def split_joined(patch: WidePatch) -> tuple[list[Entry], list[Entry]]:
+    """Return the seeds of a module that are computed together with it, as one wide module, and the others.
+
+    Only torch's own layers and batch norms can be computed so.
+    """
+    joined = list(itertools.takewhile(lambda entry: entry[0].spec.is_joined, patch.seeds))
+    kinds = _BATCH_NORMS if isinstance(patch.module, _BATCH_NORMS) else LAYERS
+    modules = [patch.module, *(module for _, _, part in joined for module in part.children())]
+    is_known = all(type(module) in kinds and getattr(module, "groups", 1) == 1 for module in modules)
+    count = len(joined) if is_known and not patch.is_replaced else 0
+    return patch.seeds[:count], patch.seeds[count:]
+
+
+def compute_joined(module: Any, seeds: Sequence[Entry], given: Tensor) -> Tensor:
     """Compute a module and its seeds as one wide module, whose weights are put together for every pass.
 
     `pass_through` copies parts of the wide input and output, which are much larger than the weights. The sums are rounded differently here,
-    so this is for kept seeds only: a host with a new seed must equal the host without it bit for bit.
+    so this is for kept seeds: a host with a new seed must equal the host without it bit for bit.
     """
-    module: Any = patch.module
     if isinstance(module, _BATCH_NORMS):
-        return _joined_norm([module, *(part.own for _, _, part in patch.seeds)], given)
-    weight, bias = _joined_weight(module, patch.seeds)
+        return _joined_norm([module, *(part.own for _, _, part in seeds)], given)
+    weight, bias = _joined_weight(module, seeds)
     if isinstance(module, nn.Linear):
         return linear(given, weight, bias)
     output: Tensor = module._conv_forward(given, weight, bias)
     return output
 
 
-def _joined_weight(module: Layer, seeds: Sequence[tuple[WidthSeed, WidePlan, WidePart]]) -> tuple[Tensor, Tensor | None]:
+def _joined_weight(module: Layer, seeds: Sequence[Entry]) -> tuple[Tensor, Tensor | None]:
     """Return the weight and the bias of the layer that `fold` would make."""
     outputs, inputs = module.weight.shape[:2]
-    rows = [torch.cat([module.weight, *(part.back.weight[:outputs] for _, _, part in seeds if part.back is not None)], 1)]
+    backs = {seed: seed.alpha * part.back.weight for seed, _, part in seeds if part.back is not None}
+    rows = [torch.cat([module.weight, *(back[:outputs] for back in backs.values())], 1)]
     biases = [module.bias, *(part.new.bias for _, _, part in seeds if part.new is not None)]
     for number, (_, plan, part) in enumerate(seeds):
         if part.new is not None:
             new = part.new.weight
             unread = [new.new_zeros(len(new), inputs - new.shape[1], *new.shape[2:])] if new.shape[1] < inputs else []
             inner = [] if part.inner is None else [part.inner.weight]
-            later = [_rows(after.back, outputs, plan.outputs) for _, _, after in seeds[number + 1 :] if after.back is not None]
+            later = [_rows(backs[after], outputs, plan.outputs) for after, _, _ in seeds[number + 1 :] if after in backs]
             rows.append(torch.cat([new, *unread, *inner, *later], 1))
             outputs += plan.outputs
         inputs += plan.inputs
     return torch.cat(rows), None if module.bias is None else torch.cat([bias for bias in biases if bias is not None])
 
 
-def _rows(back: Layer, start: int, count: int) -> Tensor:
+def _rows(weight: Tensor, start: int, count: int) -> Tensor:
     """Return rows of a block of weights; those that it does not have are zero."""
-    weight = back.weight
     return weight[start : start + count] if start < len(weight) else weight.new_zeros(count, *weight.shape[1:])
 
 
