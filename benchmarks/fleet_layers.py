@@ -27,7 +27,7 @@ from esper.fleet.optimizers import AdamW, clip_rows_
 from esper.fleet.stacked.layers import Convolution
 from esper.fleet.stacked.lowering import lower
 from esper.fleet.stacked.rows import ModuleRows
-from esper.tasks.conv_host import ConvHost
+from esper.tasks.hosts import ConvHost
 from records import RESULTS, Output, Record
 
 Step = Callable[[], None]

@@ -17,6 +17,7 @@ from esper.fleet.memory import Memory, width_bytes
 from esper.fleet.width import WidthKind
 from esper.growth.config import BudgetConfig, GovernorConfig, GrowthConfig, LifecycleConfig, SeedOptimizerConfig
 from esper.growth.lifecycle.stages import Advance, Decision, Fossilize, GrowthState, Prune, Retarget, Stage
+from esper.tasks.hosts import make_host as family_host
 from tests.fleet.builders import (
     CONFIG,
     JOINT,
@@ -205,6 +206,20 @@ def test_hidden_units_of_a_transformer_equal_those_of_hosts_alone(lifecycle: Lif
         {1: [germinate("blocks.1", "widen_50"), germinate("blocks.0", "low_rank")], 4: [Prune("blocks.1", "")]},
     ]
     assert_rows_equal_hosts_alone(scripts, lifecycle, make_host=make_gpt_host, slots=("blocks.0", "blocks.1"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "first", "second"), [("residual-2x2", "blocks.1", "blocks.2"), ("mlp-4x2", "blocks.0.1", "blocks.1.1")])
+def test_hosts_of_other_families_equal_those_alone(name: str, first: str, second: str) -> None:
+    in_depth = "conv1x1" if name.startswith("residual") else "mlp"
+    scripts: list[Script] = [
+        {},
+        {0: [germinate(first, "widen_50")], 3: [Fossilize(first, "")], 4: [germinate(second, in_depth)]},
+        {1: [germinate(first, in_depth)], 2: [germinate(second, in_depth)], 5: [Prune(first, "")]},
+    ]
+    assert_rows_equal_hosts_alone(
+        scripts, JOINT, make_host=lambda seed: build_seeded(seed, lambda: family_host(name, torch.zeros(2, 1, 8, 8), 10))
+    )
 
 
 @pytest.mark.slow

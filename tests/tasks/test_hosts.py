@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from esper.tasks import ConvHost, GPTHost, load_task
+from esper.growth import add_slots
+from esper.tasks import ConvHost, GPTHost, ResidualHost, TaskError, load_task
+from esper.tasks.hosts import make_host
 
 
 def count(host: torch.nn.Module) -> int:
@@ -85,3 +87,45 @@ def test_a_tied_head_shares_the_weight_of_the_tokens() -> None:
 def test_a_sequence_that_is_too_long_is_refused_with_its_length() -> None:
     with pytest.raises(ValueError, match="up to 8 tokens; got 9"):
         GPTHost(50, sequence_length=8)(torch.zeros(1, 9, dtype=torch.int64))
+
+
+# Families
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("family", "task"),
+    [("conv", "digits"), ("residual", "digits"), ("mlp", "digits"), ("conv", "digits-1d"), ("residual", "digits-1d"), ("gpt", "text")],
+)
+def test_a_family_has_hosts_of_any_depth_which_can_grow(family: str, task: str, blocks: int) -> None:
+    loaded = load_task(task)
+    host = loaded.make_host(f"{family}-8x{blocks}", seed=0)
+    inputs = loaded.example_input
+    assert host(inputs).shape == (*loaded.train.targets[:2].shape, loaded.num_classes)
+    slotted = add_slots(host, inputs)
+    assert len(slotted.slots) >= blocks
+    assert any(slotted.place(name).chain for name in slotted.slots)  # also in width
+
+
+def test_a_convolutional_host_of_three_blocks_is_the_one_of_its_channels() -> None:
+    task = load_task("digits")
+    assert count(task.make_host("conv-4x3")) == count(task.make_host("4-8-16")) == 1_702
+
+
+def test_a_residual_host_is_halved_between_its_blocks_and_keeps_two_positions() -> None:
+    host = make_host("residual-4x6", torch.zeros(2, 3, 8, 8), 5)
+    assert isinstance(host, ResidualHost)
+    assert host.blocks(torch.zeros(2, 3, 8, 8)).shape == (2, 16, 2, 2)
+    assert host.head.in_features == 16
+
+
+@pytest.mark.parametrize(("task", "name"), [("digits", "gpt-8x2"), ("text", "conv-8x2"), ("text", "mlp-8x2")])
+def test_a_family_that_cannot_read_the_inputs_is_refused(task: str, name: str) -> None:
+    with pytest.raises(TaskError, match=f"no host {name!r} for {task}: a host of the family"):
+        load_task(task).make_host(name)
+
+
+@pytest.mark.parametrize("name", ["residual-8", "residual-0x2", "tree-8x2", "8x2"])
+def test_a_name_of_no_host_is_refused_with_those_that_there_are(name: str) -> None:
+    with pytest.raises(TaskError, match=r"has starved, right, oversized, hosts by the channels .* hosts by family, width and blocks"):
+        load_task("digits").make_host(name)

@@ -13,8 +13,10 @@ from torch import nn
 
 from esper.tasks import TASKS, Split, Task, TaskError, load_task
 from esper.tasks.images import crop_and_flip, stratified_parts
+from esper.tasks.teacher import make_teacher_task
 
-OWN_DATA = ("digits", "digits-1d")
+BALANCED = ("digits", "digits-1d")
+OWN_DATA = (*BALANCED, "teacher")
 
 
 def parts_of(task: Task) -> tuple[Split, Split, Split]:
@@ -22,7 +24,12 @@ def parts_of(task: Task) -> tuple[Split, Split, Split]:
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "shape"), [("digits", (1_000, 397, 400), (1, 8, 8)), ("digits-1d", (4_000, 1_000, 1_000), (1, 40))]
+    ("name", "sizes", "shape"),
+    [
+        ("digits", (1_000, 397, 400), (1, 8, 8)),
+        ("digits-1d", (4_000, 1_000, 1_000), (1, 40)),
+        ("teacher", (4_000, 1_000, 1_000), (1, 8, 8)),
+    ],
 )
 def test_parts_have_the_stated_sizes_and_shapes(name: str, sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
     task = load_task(name)
@@ -37,7 +44,7 @@ def test_no_sample_is_in_two_parts_or_twice_in_one(name: str) -> None:
     assert len(set(rows)) == len(rows)
 
 
-@pytest.mark.parametrize("name", OWN_DATA)
+@pytest.mark.parametrize("name", BALANCED)
 def test_every_class_has_its_share_of_every_part(name: str) -> None:
     parts = parts_of(load_task(name))
     totals = sum(part.targets.bincount(minlength=10) for part in parts)
@@ -94,7 +101,7 @@ def test_loading_and_using_a_task_leaves_all_global_generators_alone(name: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "default"), [("digits", 64), ("digits-1d", 100), ("text", 32)])
+@pytest.mark.parametrize(("name", "default"), [("digits", 64), ("digits-1d", 100), ("teacher", 64), ("text", 32)])
 def test_the_batch_size_is_what_the_user_set_on_every_task(name: str, default: int) -> None:
     assert load_task(name).train_loader().batch_size == default
     task = load_task(name, batch_size=17)
@@ -199,6 +206,69 @@ def test_an_impossible_option_is_refused_before_anything_is_read(options: dict[s
 
 def test_the_list_of_tasks_has_the_titles_of_the_tasks() -> None:
     assert all(TASKS[name].title == load_task(name).title for name in OWN_DATA)
+
+
+# Changed tasks
+
+
+def test_a_harder_teacher_leaves_a_small_host_with_a_higher_loss() -> None:
+    losses = []
+    for teacher in ("conv-2x1", "conv-8x3"):
+        task = make_teacher_task(teacher, samples=(1_000, 500, 10))
+        host = task.make_host("conv-4x2", seed=0)
+        optimizer = torch.optim.AdamW(host.parameters(), lr=0.01)
+        for _ in range(4):
+            for inputs, targets in task.train_loader():
+                optimizer.zero_grad()
+                task.loss_fn(host(inputs), targets).backward()
+                optimizer.step()
+        losses.append(task.evaluate(host, task.val_loader()).loss / task.uninformed_loss)
+    assert losses[0] + 0.1 < losses[1] < 1
+
+
+def test_teachers_of_other_seeds_label_other_images() -> None:
+    one, other = (make_teacher_task(samples=(50, 10, 10), data_seed=seed) for seed in (1, 2))
+    assert not torch.equal(one.train.inputs, other.train.inputs)
+    assert not torch.equal(one.train.targets, other.train.targets)
+
+
+def test_some_classes_of_a_task_are_numbered_from_0_and_the_same_in_all_parts() -> None:
+    task = load_task("digits")
+    some = task.with_classes(3, seed=1)
+    assert some.num_classes == 3
+    assert some.uninformed_loss == pytest.approx(math.log(3), abs=0.01)
+    labels = {
+        image.numpy().tobytes(): int(label) for part in parts_of(task) for image, label in zip(part.inputs, part.targets, strict=True)
+    }
+    renamed = {
+        (labels[image.numpy().tobytes()], int(label))
+        for part in parts_of(some)
+        for image, label in zip(part.inputs, part.targets, strict=True)
+    }
+    assert [new for _, new in sorted(renamed)] == [0, 1, 2]  # each class has one new number, in the old order
+    kept = [old for old, _ in renamed]
+    assert [len(part) for part in parts_of(some)] == [int(torch.isin(part.targets, torch.tensor(kept)).sum()) for part in parts_of(task)]
+    assert some.make_host("conv-4x2")(some.example_input).shape == (2, 3)
+    with pytest.raises(TaskError, match="digits has hosts by family"):
+        some.make_host("starved")
+
+
+@pytest.mark.parametrize(("name", "count"), [("digits", 1), ("digits", 11), ("text", 2)])
+def test_too_few_or_too_many_classes_and_classes_of_tokens_are_refused(name: str, count: int) -> None:
+    with pytest.raises(TaskError, match="classes"):
+        load_task(name).with_classes(count, seed=0)
+
+
+def test_label_noise_replaces_its_share_of_the_labels_in_every_part() -> None:
+    task = load_task("digits-1d")
+    noisy = task.with_label_noise(0.3, seed=4)
+    for before, after in zip(parts_of(task), parts_of(noisy), strict=True):
+        assert (before.targets != after.targets).float().mean().item() == pytest.approx(0.3, abs=0.05)
+        assert torch.equal(before.inputs, after.inputs)
+        assert set(after.targets.tolist()) == set(range(10))
+    assert torch.equal(task.with_label_noise(0.3, seed=4).train.targets, noisy.train.targets)
+    with pytest.raises(TaskError, match="less than 1"):
+        task.with_label_noise(1.0, seed=0)
 
 
 def test_crop_and_flip_moves_whole_images_and_repeats_with_its_generator() -> None:

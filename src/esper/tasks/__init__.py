@@ -7,14 +7,15 @@ for inputs, targets in task.train_loader(seed=0):
 task.evaluate(host, task.val_loader()).accuracy
 """
 
-from esper.tasks.conv_host import ConvBlock, ConvHost
 from esper.tasks.gpt_host import GPTBlock, GPTHost
+from esper.tasks.hosts import FAMILIES, ConvBlock, ConvHost, MLPHost, ResidualBlock, ResidualHost
 from esper.tasks.loader import BatchLoader, batch_bounds, shuffled_order
 from esper.tasks.options import TaskError
 from esper.tasks.registry import TASKS, TaskEntry, load_task
 from esper.tasks.task import HOST_SIZES, Split, Task, TaskEvaluation
 
 __all__ = [
+    "FAMILIES",
     "HOST_SIZES",
     "TASKS",
     "BatchLoader",
@@ -22,6 +23,9 @@ __all__ = [
     "ConvHost",
     "GPTBlock",
     "GPTHost",
+    "MLPHost",
+    "ResidualBlock",
+    "ResidualHost",
     "Split",
     "Task",
     "TaskEntry",

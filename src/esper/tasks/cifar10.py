@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from esper.tasks.conv_host import ConvHost
+from esper.tasks.hosts import ConvHost
 from esper.tasks.images import Images, Labels, crop_and_flip, normalised, train_and_validation
 from esper.tasks.options import TaskError, TaskOptions, import_for_data
 from esper.tasks.task import Task

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from esper.tasks.conv_host import ConvHost
+from esper.tasks.hosts import ConvHost
 from esper.tasks.images import Indices, stratified_parts
 from esper.tasks.options import TaskError, TaskOptions
 from esper.tasks.task import Split, Task

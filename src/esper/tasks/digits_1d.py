@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from esper.rng import Streams
-from esper.tasks.conv_host import ConvHost
+from esper.tasks.hosts import ConvHost
 from esper.tasks.options import TaskOptions
 from esper.tasks.task import Split, Task
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.tasks.conv_host import ConvHost
+from esper.tasks.hosts import ConvHost
 from esper.tasks.images import Images, Labels, normalised, train_and_validation
 from esper.tasks.options import TaskError, TaskOptions
 from esper.tasks.task import Task

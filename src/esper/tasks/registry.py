@@ -12,6 +12,7 @@ from esper.tasks.digits_1d import load_digits_1d
 from esper.tasks.mnist import load_fashion_mnist, load_mnist
 from esper.tasks.options import TaskError, TaskOptions
 from esper.tasks.task import Task
+from esper.tasks.teacher import load_teacher
 from esper.tasks.text import load_text
 from esper.text_table import did_you_mean
 
@@ -29,6 +30,7 @@ class TaskEntry:
 TASKS: dict[str, TaskEntry] = {
     "digits": TaskEntry("handwritten digits, 8×8 pixels", "none: comes with esper", load_digits, has_own_data=True),
     "digits-1d": TaskEntry("distorted curves of digits, series of 40 values", "none: made by esper", load_digits_1d, has_own_data=True),
+    "teacher": TaskEntry("smooth random images, labelled by a random network", "none: made by esper", load_teacher, has_own_data=True),
     "cifar10": TaskEntry("CIFAR-10, colour photographs, 32×32 pixels", "train.parquet and test.parquet, or *.bin", load_cifar10),
     "mnist": TaskEntry("MNIST, handwritten digits, 28×28 pixels", "the four idx files", load_mnist),
     "fashion-mnist": TaskEntry("Fashion-MNIST, articles of clothing, 28×28 pixels", "the four idx files", load_fashion_mnist),

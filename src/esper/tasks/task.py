@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper.rng import Streams
+from esper.tasks.hosts import is_family_name, make_host
 from esper.tasks.loader import Augmentation, BatchLoader
 from esper.tasks.options import TaskError
 
@@ -76,7 +77,8 @@ class Task:
     def make_host(self, size: str, *, seed: int | None = None) -> nn.Module:
         """Make a host on the CPU. Its weights depend only on the seed and the size, not on earlier random draws.
 
-        `size` is a name, or for convolutional hosts the channels of the blocks, such as "5-10-20".
+        `size` is a name; the channels of the blocks of a convolutional host, such as "5-10-20"; or a family with a width and a number of
+        blocks, such as "residual-8x3".
         """
         build = self._builder(size)
         stream = Streams(self.seed if seed is None else seed).integer(f"host {size}")
@@ -94,12 +96,16 @@ class Task:
         return lambda seed: self.make_host(size, seed=seed)
 
     def _builder(self, size: str) -> Callable[[], nn.Module]:
-        """Return the function that makes a host of a size, given by name or by the channels of its blocks."""
+        """Return the function that makes a host of a size, given by name, by the channels of its blocks, or by its family."""
         if size in self.hosts:
             return self.hosts[size]
+        if is_family_name(size):
+            return partial(make_host, size, self.example_input, self.num_classes)
         if self.host_of is None or not re.fullmatch(r"[1-9]\d*(-[1-9]\d*)*", size):
-            or_channels = "" if self.host_of is None else ', or one by the channels of its blocks, such as "5-10-20"'
-            raise TaskError(f"no host named {size!r}; {self.name} has {', '.join(self.hosts)}{or_channels}")
+            known = list(self.hosts)
+            known += [] if self.host_of is None else ['hosts by the channels of their blocks, such as "5-10-20"']
+            known.append('hosts by family, width and blocks, such as "mlp-8x3"')
+            raise TaskError(f"no host named {size!r}; {self.name} has {', '.join(known)}")
         return partial(self.host_of, tuple(map(int, size.split("-"))))
 
     def train_loader(
@@ -159,6 +165,41 @@ class Task:
         weights = torch.tensor(counts, dtype=torch.float64, device="cpu") / sum(counts)
         loss, accuracy = (weights @ table).tolist()
         return TaskEvaluation(loss=loss, accuracy=accuracy, losses=tuple(table[:, 0].tolist()))
+
+    def with_hosts(self, hosts: Mapping[str, str]) -> Task:
+        """Return the task with these hosts of families, by size."""
+        example, classes = self.example_input, self.num_classes
+        return replace(self, hosts={size: partial(make_host, name, example, classes) for size, name in hosts.items()}, host_of=None)
+
+    def with_classes(self, count: int, *, seed: int) -> Task:
+        """Return the task with the samples of `count` classes, drawn at random and numbered anew. It has hosts of families only."""
+        if not 2 <= count <= self.num_classes or self.train.targets.ndim != 1:
+            raise TaskError(f"{self.name} has {self.num_classes} classes; a part of them is 2 or more, and not of tokens; got {count}")
+        kept = torch.randperm(self.num_classes, generator=Streams(seed).torch("classes"))[:count].sort().values
+
+        def of_kept(name: str, split: Split) -> Split:
+            chosen = torch.isin(split.targets, kept)
+            return Split(split.inputs[chosen], torch.searchsorted(kept, split.targets[chosen]))
+
+        return replace(self._with_parts(of_kept), num_classes=count, hosts={}, host_of=None)
+
+    def with_label_noise(self, share: float, *, seed: int) -> Task:
+        """Return the task with this share of the targets of every part replaced by another class, drawn at random."""
+        if not 0 <= share < 1:
+            raise TaskError(f"the share of wrong labels is at least 0 and less than 1; got {share!r}")
+
+        def noisy(name: str, split: Split) -> Split:
+            generator = Streams(seed).torch(f"label noise {name}")
+            is_wrong = torch.rand(split.targets.shape, generator=generator) < share
+            shift = torch.randint(1, self.num_classes, split.targets.shape, generator=generator)
+            return Split(split.inputs, torch.where(is_wrong, (split.targets + shift) % self.num_classes, split.targets))
+
+        return self._with_parts(noisy)
+
+    def _with_parts(self, change: Callable[[str, Split], Split]) -> Task:
+        """Return the task with other parts: `change` gets the name and the data of each."""
+        train, validation, test = (change(name, getattr(self, name)) for name in ("train", "validation", "test"))
+        return replace(self, train=train, validation=validation, test=test)
 
     def num_parameters(self, size: str) -> int:
         """Return the number of parameters of the host of this size."""

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from esper.fleet.stacked.lowering import lower
 from esper.fleet.stacked.rows import ModuleRows
-from esper.tasks.conv_host import ConvBlock, ConvHost
+from esper.tasks.hosts import ConvBlock, ConvHost
 from tests.fleet.stacked.comparison import assert_rows_equal_hosts, inputs_for, make_different
 
 pytest.importorskip("triton")

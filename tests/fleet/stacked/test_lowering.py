@@ -16,8 +16,8 @@ from esper.fleet.stacked.lowering import At, lower
 from esper.fleet.stacked.rows import ModuleRows
 from esper.growth.host.layout import Place
 from esper.growth.seeds.blueprints import KINDS, blueprints_for, build_branch
-from esper.tasks.conv_host import ConvHost
 from esper.tasks.gpt_host import GPTHost
+from esper.tasks.hosts import ConvHost, make_host
 from tests.fleet.stacked.comparison import (
     EXACT,
     HOSTS,
@@ -43,6 +43,14 @@ def test_a_row_equals_the_conv_host_alone(
     make: Callable[[], nn.Module], shape: tuple[int, ...], convolution: Convolution, training: bool
 ) -> None:
     assert_rows_equal_hosts(make_different(make), inputs_for(shape), training=training, convolution=convolution)
+
+
+@pytest.mark.parametrize("name", ["residual-2x3", "mlp-3x2"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_a_row_equals_the_host_of_a_family_alone(name: str, training: bool) -> None:
+    hosts = make_different(lambda: make_host(name, torch.zeros(2, 1, 8, 8), 3))
+    assert all(lowering_of(module, training=training) is not None for module in hosts[0].modules())
+    assert_rows_equal_hosts(hosts, inputs_for((1, 8, 8)), training=training)
 
 
 class DerivedGPT(GPTHost):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from esper.fleet.stacked.rows import Layout, ModuleRows, Rows
-from esper.tasks.conv_host import ConvHost
 from esper.tasks.gpt_host import GPTHost
+from esper.tasks.hosts import ConvHost
 
 
 def conv_hosts(count: int) -> list[nn.Module]:

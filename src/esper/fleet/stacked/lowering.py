@@ -42,8 +42,8 @@ from esper.fleet.stacked.convolutions import convolve, convolve_and_describe, ti
 from esper.fleet.stacked.layers import Convolution, Scope, lowering_of, lowers, mean_over_space, track, without_gradient_of_padding
 from esper.fleet.stacked.rows import aliases
 from esper.growth.seeds.branches import Attention, SqueezeExcite
-from esper.tasks.conv_host import ConvBlock, ConvHost
 from esper.tasks.gpt_host import CausalAttention, GPTBlock, GPTHost
+from esper.tasks.hosts import ConvBlock, ConvHost, MLPHost, ResidualBlock, ResidualHost
 
 # Lowerings of modules that are made of others
 
@@ -90,6 +90,22 @@ def _fused(block: ConvBlock, shape: Any, scope: Scope, x: Tensor) -> Tensor:
 def conv_host(host: ConvHost, scope: Scope, x: Tensor) -> Tensor:
     features = scope.child("blocks", x)  # [B, N, C, S...]
     return scope.child("head", mean_over_space(features))
+
+
+@lowers(ResidualHost)
+def residual_host(host: ResidualHost, scope: Scope, x: Tensor) -> Tensor:
+    features = scope.child("blocks", x)  # [B, N, C, S...]
+    return scope.child("head", mean_over_space(features))
+
+
+@lowers(ResidualBlock)
+def residual_block(block: ResidualBlock, scope: Scope, x: Tensor) -> Tensor:
+    return scope.child("relu", x + scope.child("norm", scope.child("conv", scope.child("inner", x))))
+
+
+@lowers(MLPHost)
+def mlp_host(host: MLPHost, scope: Scope, x: Tensor) -> Tensor:
+    return scope.child("head", scope.child("blocks", x.flatten(2)))
 
 
 @lowers(SqueezeExcite)
