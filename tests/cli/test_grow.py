@@ -215,8 +215,8 @@ def test_a_mistake_is_explained_and_leaves_nothing_behind(
 
 
 def test_the_json_output_contains_an_error_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["grow", "--task", "digits", "--host", "foo", "--json"]) == 2
-    assert last_line(capsys.readouterr().out)["error"].startswith("invalid choice 'foo' for argument '--host'. Expected one of")
+    assert main(["grow", "--task", "digits", "--device", "foo", "--json"]) == 2
+    assert last_line(capsys.readouterr().out)["error"].startswith("invalid choice 'foo' for argument '--device'. Expected one of")
 
 
 def test_a_wrong_key_in_the_file_names_the_right_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

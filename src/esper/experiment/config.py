@@ -25,7 +25,8 @@ class GrowTaskConfig(TrainingConfig):
 
     seed: NonNegativeInt = 0  # of everything that is random: weights, order of the data, seeds that grow, plans
     task: str | None = None  # a task of esper, such as digits; `esper grow` alone lists them
-    host: Literal["starved", "right", "oversized"] = "starved"  # which host of the task
+    host: str = "starved"
+    """host of the task: starved, right or oversized, or any by family, width and blocks, such as residual-8x3 (conv, residual, mlp, gpt)"""
     data_dir: Path | None = None  # folder with the data of a task that does not bring its own
     batch_size: Count | None = None  # of a task; None: the task's own
     sequence_length: Count | None = None  # of the text task, in characters; None: the task's own

@@ -104,7 +104,7 @@ class Task:
         if self.host_of is None or not re.fullmatch(r"[1-9]\d*(-[1-9]\d*)*", size):
             known = list(self.hosts)
             known += [] if self.host_of is None else ['hosts by the channels of their blocks, such as "5-10-20"']
-            known.append('hosts by family, width and blocks, such as "mlp-8x3"')
+            known.append(f'hosts by family, width and blocks, such as "{"mlp" if self.train.inputs.is_floating_point() else "gpt"}-8x3"')
             raise TaskError(f"no host named {size!r}; {self.name} has {', '.join(known)}")
         return partial(self.host_of, tuple(map(int, size.split("-"))))
 
