@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from esper.growth import add_slots
@@ -355,3 +356,11 @@ def test_a_last_block_has_a_default_slot_for_seeds_that_widen_the_units_inside_i
     alone = add_slots(nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)), TOKENS)
     assert list(alone.slots) == ["1"]
     assert list(add_slots(nn.Sequential(Gated(16, 24)), TOKENS).slots) == ["0.gate", "0.up"]  # inside it
+
+
+def test_a_pruned_layer_is_refused() -> None:
+    host = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    prune.l1_unstructured(host[2], "weight", 0.3)
+    units, refusals = find_units(host, torch.randn(2, 6))
+    assert not [one for one in units if one.name in ("0", "2")]
+    assert "pruning" in next(one.reason for one in refusals if one.name == "2")

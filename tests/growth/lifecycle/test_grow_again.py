@@ -87,31 +87,31 @@ def test_a_new_second_seed_changes_no_output() -> None:
     assert torch.equal(outputs(loop.slotted), before)
 
 
-def test_a_seed_is_joined_to_its_layers_when_it_is_kept_unless_an_older_one_is_on_trial() -> None:
-    loop = loop_of(("widen_50", "widen_50"))
-    loop.epoch(epochs=KEPT - 1)
-    old = loop.slotted.slot("first")
-    assert old.seed is not None
-    young = loop.slotted.slot("second")
-    young.plant(loop.slotted.new_seed("second", "widen_50", random_seed=1), connected=True)
-    assert young.seed is not None
-    for name, joined in (("second", (False, False)), ("first", (True, False)), ("second", (True, True))):
-        loop.slotted.join(name)
-        assert (old.seed.spec.is_joined, young.seed.spec.is_joined) == joined
-
-
-def test_pruning_an_older_seed_changes_no_bit_although_a_younger_one_is_kept() -> None:
+def test_a_seed_is_joined_to_its_layers_when_it_is_kept_and_no_older_one_is_on_trial() -> None:
     loop = loop_of(("widen_50", "widen_50"))
     loop.epoch(epochs=KEPT - 1)
     old, young = loop.slotted.slot("first"), loop.slotted.slot("second")
     young.plant(loop.slotted.new_seed("second", "widen_50", random_seed=1), connected=True)
-    young.alpha = 1.0
-    loop.slotted.join("second")
-    old.alpha = 0.0
-    loop.host.eval()
-    before = outputs(loop.slotted)
-    old.plant(None)
-    assert torch.equal(outputs(loop.slotted), before)
+    for slot, joined in ((young, [False, False]), (old, [True, True])):
+        slot.is_kept = True
+        loop.slotted.join_kept()
+        assert [seed.spec.is_joined for seed in loop.slotted.wide_seeds()] == joined
+
+
+@pytest.mark.parametrize("blueprint", ["low_rank", "widen_50"])
+def test_a_rollback_to_a_time_before_a_seed_left_the_shadow_brings_it_back_there(blueprint: str) -> None:
+    rules = LifecycleConfig(raise_mode="shadow", training_epochs=1, minimum_health=0.0, blend_epochs=4)
+    plan = Script({1: [Germinate("first", "now", blueprint)], 3: [Advance("first", "it has learned")]})
+    loop = make_loop(plan, GrowthConfig(lifecycle=rules), host=make_host(dropout=0.0), make_optimizer=adamw)
+    loop.grower.begin()
+    loop.epoch(epochs=3)
+    with torch.no_grad():
+        for parameter in loop.host.parameters():
+            parameter.mul_(float("nan"))
+    loop.epoch(epochs=1)
+    assert loop.grower.lifecycles.backends["first"].life.stage is Stage.EMBARGOED
+    assert loop.grower.state().rollbacks == 1
+    assert outputs(loop.slotted).isfinite().all()
 
 
 def test_a_place_holds_no_more_seeds_than_the_budget_allows() -> None:

@@ -16,7 +16,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from esper.growth.host.layout import Place, Units
 from esper.growth.host.slots import WidePatch
 from esper.growth.host.units import chains, find_units
-from esper.growth.seeds.width import WidthSeed, fold, kept_units, plan_of, split_joined
+from esper.growth.seeds import width
+from esper.growth.seeds.width import WidthSeed, fold, kept_units, plan_of
 from tests.growth.host.test_units import Attention, Gated, InvertedResidual, Residual, Two
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -217,6 +218,9 @@ BLOCK_BY_BLOCK = {
 }
 
 
+MANY = 400  # samples, so that the inputs of all layers are larger than their weights
+
+
 def set_joined(seed: WidthSeed, is_joined: bool) -> None:
     seed.spec = msgspec.structs.replace(seed.spec, is_joined=is_joined)
 
@@ -229,10 +233,11 @@ def with_random_weights(*seeds: WidthSeed) -> None:
                 nn.init.normal_(part.back.weight)
 
 
-def assert_equal_as_one_layer(host: nn.Module, inputs: Tensor, *seeds: WidthSeed) -> None:
+def assert_equal_as_one_layer(host: nn.Module, *seeds: WidthSeed) -> None:
     """Compare outputs, gradients and statistics of a host whose seeds are computed block by block, and as parts of wide layers."""
+    inputs = torch.randn(MANY, 3, 8, 8)
     start, found = copy.deepcopy(host.state_dict()), list[list[Tensor]]()
-    tensors = [*host.named_parameters(), *(pair for seed in seeds for pair in seed.named_parameters())]
+    tensors = [*host.parameters(), *(parameter for seed in seeds for parameter in seed.parameters())]
     for is_joined in (False, True):
         for seed in seeds:
             set_joined(seed, is_joined)
@@ -240,31 +245,105 @@ def assert_equal_as_one_layer(host: nn.Module, inputs: Tensor, *seeds: WidthSeed
                 if isinstance(part.own, nn.BatchNorm2d):
                     part.own.reset_running_stats()
         host.load_state_dict(start)
-        gradients = torch.autograd.grad(host.train()(inputs).square().sum(), [parameter for _, parameter in tensors])
+        gradients = torch.autograd.grad(host.train()(inputs).square().sum(), tensors)
         statistics = [*host.buffers(), *(buffer for seed in seeds for buffer in seed.buffers())]
         found.append([*gradients, *(buffer.double().clone() for buffer in statistics), host.eval()(inputs)])
     for one, other in zip(*found, strict=True):
         assert error(one, other) < 1e-10
 
 
+def joined_modules(host: nn.Module, inputs: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """Return the modules that are computed together with their seeds in a pass, in their order."""
+    found: list[nn.Module] = []
+    compute = width.compute_joined
+    with monkeypatch.context() as patched, torch.no_grad():
+        patched.setattr(width, "compute_joined", lambda module, *others: found.append(module) or compute(module, *others))
+        host(inputs)
+    return found
+
+
 @pytest.mark.parametrize("name", HOSTS)
-def test_a_kept_seed_is_computed_as_part_of_wide_layers(name: str) -> None:
-    host, chain, inputs, _ = made(name)
+def test_a_joined_seed_is_computed_as_part_of_wide_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, chain, *_ = made(name)
     widened = Widened(host, chain)
     with_random_weights(widened.seed)
-    assert_equal_as_one_layer(host, inputs, widened.seed)
-    apart = [type(patch.module).__name__ for patch in widened.patches.values() if not split_joined(patch)[0]]
+    assert_equal_as_one_layer(host, widened.seed)
+    joined = joined_modules(host, torch.randn(MANY, 3, 8, 8), monkeypatch)
+    apart = [type(patch.module).__name__ for patch in widened.patches.values() if patch.module not in joined]
     assert apart == BLOCK_BY_BLOCK.get(name, [])
 
 
-def test_a_layer_whose_forward_the_user_replaced_is_computed_by_it() -> None:
+def test_a_seed_is_not_joined_to_a_layer_whose_weights_are_larger_than_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, chain, inputs, _ = made("chain of three")
+    widened = Widened(host, chain)
+    set_joined(widened.seed, True)
+    host.eval()
+    assert [type(module).__name__ for module in joined_modules(host, inputs[:1], monkeypatch)] == ["Conv2d", "BatchNorm2d", "BatchNorm2d"]
+
+
+def test_a_new_seed_beside_a_joined_one_and_its_removal_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, chain, *_ = made("chain of three")
+    first, inputs = Widened(host, chain), torch.randn(MANY, 3, 8, 8)
+    with_random_weights(first.seed)
+    set_joined(first.seed, True)
+    host.eval()
+    before = host(inputs)
+    second = planted_beside(first, chain, kept_units([(first.seed.spec.wide, True)]))
+    assert len(joined_modules(host, inputs, monkeypatch)) == len(first.patches)
+    assert torch.equal(host(inputs), before)
+    with_random_weights(second)
+    assert not torch.equal(host(inputs), before)
+    second.alpha.fill_(0.0)
+    assert torch.equal(host(inputs), before)
+    second.connect(first.patches, False)
+    assert torch.equal(host(inputs), before)
+
+
+@pytest.mark.parametrize(("affine", "tracks", "is_switched_off"), [(False, True, False), (True, False, False), (True, True, True)])
+def test_a_joined_batch_norm_is_computed_as_torch_does(affine: bool, tracks: bool, is_switched_off: bool) -> None:
+    norm = nn.BatchNorm2d(4, affine=affine, track_running_stats=tracks, momentum=0.3)
+    host = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), norm, nn.ReLU(), nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(96, 5))
+    inputs = torch.randn(MANY, 3, 8, 8)
+    host(inputs)
+    norm.track_running_stats = tracks and not is_switched_off
+    widened = Widened(host, chain_in(host, inputs[:2], 1))
+    with_random_weights(widened.seed)
+    assert_equal_as_one_layer(host, widened.seed)
+    before = host(inputs)
+    folded = widened.fold()
+    assert error(folded(inputs), before) < 1e-10
+
+
+def test_a_fold_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, chain, inputs, _ = made("chain of three")
+    widened = Widened(host, chain)
+    before = copy.deepcopy(host.state_dict())
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(width, "_fold_own", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        widened.fold()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in host.state_dict().items())
+    host(inputs)
+
+
+def test_a_folded_layer_keeps_its_memory_format() -> None:
+    host, chain, *_ = made("chain of three")
+    folded = Widened(host.to(memory_format=torch.channels_last), chain).fold()
+    assert folded[4].weight.is_contiguous(memory_format=torch.channels_last)
+    assert not folded[4].weight.is_contiguous()
+
+
+def test_a_layer_whose_forward_the_user_replaced_is_computed_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     host = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.ReLU(), nn.Linear(8, 5))
-    inputs = torch.randn(12, 3, 8, 8)
+    inputs = torch.randn(MANY, 3, 8, 8)
     chain = chain_in(host, inputs[:2], 1)
     host[1].forward = lambda x, layer=host[1]: 2 * nn.Linear.forward(layer, x)
     widened = Widened(host, chain)
     set_joined(widened.seed, True)
-    assert [name for name, patch in widened.patches.items() if split_joined(patch)[0]] == ["3"]
+    assert joined_modules(host, inputs, monkeypatch) == [host[3]]
 
 
 def planted_beside(first: Widened, chain: tuple[Units, ...], kept: dict[str, tuple[int, int]] | None = None) -> WidthSeed:
@@ -277,7 +356,6 @@ def planted_beside(first: Widened, chain: tuple[Units, ...], kept: dict[str, tup
             first.patches[one.module] = WidePatch()
             first.patches[one.module].attach(first.modules[one.module])
     second.connect(first.patches, True)
-    with_random_weights(first.seed, second)
     return second
 
 
@@ -286,7 +364,8 @@ def test_two_seeds_that_grew_apart_fold_into_one_layer_with_zero_blocks_between_
     units = find_units(host, inputs[:2])[0]
     first = Widened(host, (units[0],))
     second = planted_beside(first, (units[1],))
-    assert_equal_as_one_layer(host, inputs, first.seed, second)
+    with_random_weights(first.seed, second)
+    assert_equal_as_one_layer(host, first.seed, second)
     before = host(inputs)
     for seed in (first.seed, second):
         seed.connect(first.patches, False)
@@ -298,11 +377,12 @@ def test_two_seeds_that_grew_apart_fold_into_one_layer_with_zero_blocks_between_
 
 
 def test_two_seeds_of_the_same_units_are_computed_as_one_layer_if_the_second_reads_the_first() -> None:
-    host, chain, inputs, _ = made("chain of three")
+    host, chain, *_ = made("chain of three")
     first = Widened(host, chain)
     second = planted_beside(first, chain, kept_units([(first.seed.spec.wide, True)]))
+    with_random_weights(first.seed, second)
     assert any(plan.seen_inputs and plan.seen_outputs for plan in second.spec.wide)
-    assert_equal_as_one_layer(host, inputs, first.seed, second)
+    assert_equal_as_one_layer(host, first.seed, second)
 
 
 def test_a_disconnected_seed_leaves_no_trace() -> None:

@@ -445,6 +445,7 @@ class _LoadSeed:
             errors.append(str(error))
         else:
             slot.alpha = float(slot.seed.alpha)
+            slot.connect(slot.is_connected)  # the order of its units may be another
 
 
 class ZeroGradPatch:

@@ -253,15 +253,14 @@ class Slotted(Displayed):
         found = dict.fromkeys(seed for patch in self.wide.values() for seed, _, _ in patch.seeds)
         return sorted(found, key=lambda seed: seed.spec.order)
 
-    def join(self, name: str) -> None:
-        """Compute the kept width seed in a slot as a part of wide layers from now on, which is faster and rounds differently.
+    def join_kept(self) -> None:
+        """Compute kept width seeds as parts of wide layers from now on, which is faster for convolutions and rounds differently.
 
-        It stays as it is if an older seed is still computed block by block: pruning that one must change no other bit of the outputs.
+        Seeds behind one that is still on trial stay as they are: pruning that one must change no other bit of the outputs.
         """
-        kept, seeds = self.slots[name].seed, self.wide_seeds()
-        older = list(itertools.takewhile(lambda seed: seed is not kept, seeds))
-        if kept is not None and len(older) < len(seeds) and all(seed.spec.is_joined for seed in older):
-            kept.spec = msgspec.structs.replace(kept.spec, is_joined=True)
+        kept = {slot.seed for slot in self.slots.values() if slot.is_kept}
+        for seed in itertools.takewhile(lambda seed: seed in kept, self.wide_seeds()):
+            seed.spec = msgspec.structs.replace(seed.spec, is_joined=True)
 
     def run_eagerly(self, is_eager: bool) -> None:
         """Run a compiled model eagerly until this is called with False or the slots are removed."""
@@ -376,6 +375,7 @@ class Slotted(Displayed):
             wide = self.wide_seeds()
             self._detach_slots()
             undo: list[Callable[[], None]] = []
+            stack.callback(self._attach_again, undo)
             if wide and fold:
                 undo.append(fold_seeds(dict(self.host.named_modules()), wide, of_seeds or {}, optimizer))
             elif wide:
@@ -385,19 +385,21 @@ class Slotted(Displayed):
                     undo.append(self._attach_for_good(name, seed))
             after = self._example_outputs() if kept else None
             if before is None or after is None or agree(before, after):
-                stack.pop_all()  # do not connect the other seeds again
+                stack.pop_all()  # do not attach the slots and connect the other seeds again
                 self._release()
                 FACTS_OF_BAKED[self.host] = None if self.facts is None else self.facts()
                 return self.host
-            # The outputs differ: take the seeds out of the module tree, and attach the slots again.
-            for step in undo:
-                step()
-            self._check_handle = self._attach_slots()
-            self.is_attached = True
         raise GrowthError(
             f"baking would change the model's outputs for the example input, so nothing was baked. The fossilized seeds are after "
             f"{', '.join(kept)}; a module there may run or count its submodules, which add_slots did not detect"
         )
+
+    def _attach_again(self, undo: Sequence[Callable[[], None]]) -> None:
+        """Take back the steps of a bake, and attach the slots again."""
+        for step in undo:
+            step()
+        self._check_handle = self._attach_slots()
+        self.is_attached = True
 
     def _attach_for_good(self, name: str, seed: Seed) -> Callable[[], None]:
         """Register a seed as a submodule, which a hook applies, and return a function that undoes it. Patches apply a width seed."""

@@ -232,6 +232,8 @@ def reason_against_layer(module: nn.Module, does: str) -> str:
     is_own = has_weight_norm(module) and does == "makes its units"  # every row is made from its own direction and length
     if (is_parametrized(module) and not is_own) or any(hasattr(hook, "name") for hook in module._forward_pre_hooks.values()):
         return "cannot be widened: a parametrization, such as spectral or weight norm, makes its weight from all of its rows or columns"
+    if "weight" not in tensors_of(module) and not has_weight_norm(module):
+        return "cannot be widened: its weight is not a parameter; something else, such as pruning, makes it for every pass"
     if getattr(module, "groups", 1) > 1 and does == "makes its units":
         return "are made by a grouped convolution, which gets new groups when the layer before it is widened"
     return ""

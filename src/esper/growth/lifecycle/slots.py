@@ -537,7 +537,7 @@ class ModuleBackend(SlotBackend):
 
     def keep(self) -> None:
         self.slot.is_kept = True
-        self._slotted.join(self.place.name)
+        self._slotted.join_kept()
 
     def place_now(self) -> Place:
         return self._slotted.place(self.place.name)

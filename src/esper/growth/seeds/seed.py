@@ -75,8 +75,8 @@ class SeedSpec(msgspec.Struct, frozen=True):
     is_joined: bool = False  # of a width seed: it is computed as a part of wide layers, not block by block
 
     def builds_same(self, other: SeedSpec) -> bool:
-        """Return whether both specs describe the same seed, apart from the module it is registered in and how it is computed."""
-        return msgspec.structs.replace(self, levels_up=other.levels_up, is_joined=other.is_joined) == other
+        """Return whether both specs describe the same weights: apart from where the seed is registered, and when and how it is computed."""
+        return msgspec.structs.replace(self, levels_up=other.levels_up, order=other.order, is_joined=other.is_joined) == other
 
     def as_tensor(self) -> Tensor:
         """Return the spec as JSON in a tensor of bytes."""
@@ -157,7 +157,7 @@ class Seed(nn.Module):
         elif not (spec := SeedSpec.from_tensor(given[0])).builds_same(self.spec):
             errors.append(f"{prefix[:-1]} is another seed: the state dict holds {spec}, the model {self.spec}")
         else:
-            self.spec = msgspec.structs.replace(self.spec, is_joined=spec.is_joined)
+            self.spec = msgspec.structs.replace(self.spec, order=spec.order, is_joined=spec.is_joined)
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
 
 

@@ -189,9 +189,9 @@ def _own(like: nn.Module, units: int) -> nn.Module:
         module = type(like)(like.p, like.inplace)
     else:
         norm: Any = like
-        module = type(norm)(
-            units, eps=norm.eps, momentum=norm.momentum, affine=norm.affine, track_running_stats=norm.track_running_stats, **options
-        )
+        has_statistics = norm.running_mean is not None  # also if the user has switched the tracking off since
+        module = type(norm)(units, eps=norm.eps, momentum=norm.momentum, affine=norm.affine, track_running_stats=has_statistics, **options)
+        module.track_running_stats = norm.track_running_stats
     return module
 
 
@@ -232,7 +232,7 @@ class WidthSeed(Seed):
         if given.is_nested:  # sequences without padding, which torch's transformer encoder passes on in eval mode
             return torch.nested.as_nested_tensor([patch.forward(sequence.unsqueeze(0)).squeeze(0) for sequence in given.unbind()])
         axis = patch.seeds[0][2].axis
-        joined, seeds = split_joined(patch)
+        joined, seeds = split_joined(patch, given)
         sizes = [plan.inputs for _, plan, _ in seeds]
         host, *parts = torch.split(given, [given.shape[axis] - sum(sizes), *sizes], axis)  # `host`: with the units of joined seeds
         # A copy in the layout of the host's own tensors, so that the layer computes the same bits as without new units.
@@ -281,17 +281,23 @@ Entry = tuple["WidthSeed", WidePlan, WidePart]  # of `WidePatch.seeds`
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def split_joined(patch: WidePatch) -> tuple[list[Entry], list[Entry]]:
-    """Return the seeds of a module that are computed together with it, as one wide module, and the others.
+def split_joined(patch: WidePatch, given: Tensor) -> tuple[list[Entry], list[Entry]]:
+    """Return the seeds of a module that are computed together with it for this input, as one wide module, and the others.
 
-    Only torch's own layers and batch norms can be computed so.
+    Only torch's own layers and batch norms can be computed so. It pays where the input is larger than the weights, as in convolutions.
     """
     joined = list(itertools.takewhile(lambda entry: entry[0].spec.is_joined, patch.seeds))
     kinds = _BATCH_NORMS if isinstance(patch.module, _BATCH_NORMS) else LAYERS
     modules = [patch.module, *(module for _, _, part in joined for module in part.children())]
-    is_known = all(type(module) in kinds and getattr(module, "groups", 1) == 1 for module in modules)
-    count = len(joined) if is_known and not patch.is_replaced else 0
-    return patch.seeds[:count], patch.seeds[count:]
+    is_known = all(type(module) in kinds and getattr(module, "groups", 1) == 1 for module in modules) and not patch.is_replaced
+    if not joined or not is_known:
+        return [], patch.seeds
+    # Count the inputs without those of other seeds, so that a new seed does not change how the ones before it are computed.
+    axis, others = joined[0][2].axis, patch.seeds[len(joined) :]
+    inputs = given.shape[axis] - sum(plan.inputs for _, plan, _ in others)
+    weights = sum(parameter.numel() for module in modules for parameter in module.parameters())
+    pays = given.numel() // given.shape[axis] * inputs > weights
+    return (joined, others) if pays else ([], patch.seeds)
 
 
 def compute_joined(module: Any, seeds: Sequence[Entry], given: Tensor) -> Tensor:
@@ -336,7 +342,7 @@ def _joined_norm(norms: Sequence[Any], given: Tensor) -> Tensor:
     """Compute batch norms of the same kind, one for each part of the units, as one."""
     first = norms[0]
     weight, bias = (torch.cat([getattr(norm, name) for norm in norms]) if first.affine else None for name in ("weight", "bias"))
-    if not first.track_running_stats:
+    if first.running_mean is None or (first.training and not first.track_running_stats):
         return batch_norm(given, None, None, weight, bias, training=True, eps=first.eps)
     mean, variance = (torch.cat([getattr(norm, name) for norm in norms]) for name in ("running_mean", "running_var"))
     output = batch_norm(given, mean, variance, weight, bias, first.training, first.momentum, first.eps)
@@ -391,7 +397,7 @@ def fold(
 
     `seeds` must be in the order of their units, and disconnected now. `optimizers` are those of the seeds, `into` that of the host: its
     state for every parameter grows with the parameter. Blocks between the units of two seeds that do not read each other are new and zero.
-    Return a function that undoes the fold.
+    Return a function that undoes the fold. An error leaves everything as it was.
     """
     names = list(dict.fromkeys(plan.module for seed in seeds for plan in seed.spec.wide))
     before = [(modules[name], sizes_of(modules[name]), _tensors(modules[name])) for name in names]
@@ -406,17 +412,23 @@ def fold(
         for present, values in states:
             present.update(values)
 
-    for name in names:
-        grown = [
-            (seed, (optimizers or {}).get(seed), plan, part)
-            for seed in seeds
-            for plan, part in zip(seed.spec.wide, seed.parts, strict=True)
-            if plan.module == name
-        ]
-        if part_of(modules[name]) == "own" or has_weight_norm(modules[name]):
-            _fold_own(modules[name], [part.own or part.new for _, _, _, part in grown], [optimizer for _, optimizer, _, _ in grown], into)
-        else:
-            _fold_layer(layer_of(modules[name]), grown, into)
+    try:
+        for name in names:
+            grown = [
+                (seed, (optimizers or {}).get(seed), plan, part)
+                for seed in seeds
+                for plan, part in zip(seed.spec.wide, seed.parts, strict=True)
+                if plan.module == name
+            ]
+            if part_of(modules[name]) == "own" or has_weight_norm(modules[name]):
+                _fold_own(
+                    modules[name], [part.own or part.new for _, _, _, part in grown], [optimizer for _, optimizer, _, _ in grown], into
+                )
+            else:
+                _fold_layer(layer_of(modules[name]), grown, into)
+    except BaseException:
+        undo()
+        raise
     return undo
 
 
@@ -521,6 +533,8 @@ def _widen(tensor: Tensor, shape: Sequence[int], blocks: Sequence[Block], into: 
     """Give a tensor a larger shape in place: its own values in the first corner, the blocks where they belong, and zeros elsewhere."""
     own = tuple(slice(0, size) for size in tensor.shape)
     wide = tensor.new_zeros(shape)
+    if tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last):
+        wide = wide.to(memory_format=torch.channels_last)
     wide[own] = tensor.detach()
     for source, _, factor, where in blocks:
         wide[where] = source.detach() * factor
