@@ -9,10 +9,11 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, gelu
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import SGD, AdamW, Optimizer
 
+from esper.growth import add_slots
 from esper.growth.host.layout import Place, Units
 from esper.growth.host.slots import WidePatch
 from esper.growth.host.units import chains, find_units
@@ -49,12 +50,31 @@ def attending(attention: Attention) -> nn.Module:
     return nn.Sequential(nn.Flatten(1, 2), nn.Linear(8, 8), attention, nn.Flatten(), nn.Linear(192, 5))
 
 
+class FeedForward(nn.Module):
+    """The feed-forward part of a transformer block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = x + self.down(gelu(self.up(self.norm(x))))
+        return output
+
+
+def feeding_forward(block: FeedForward) -> nn.Module:
+    """Return a host that reads an image as 24 tokens of 8 features."""
+    return nn.Sequential(nn.Flatten(1, 2), nn.Linear(8, 8), block, nn.Flatten(), nn.Linear(192, 5))
+
+
 HOSTS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # name -> host, number of units in the chain that is widened
     "pair": (conv_host, 1),
+    "chain of two": (conv_host, 2),
     "chain of three": (conv_host, 3),
     "residual": (lambda: pooled(Residual(4), width=4), 1),
     "inverted residual": (lambda: pooled(InvertedResidual(4), width=4), 1),
     "group norm": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)), 1),
+    "feed-forward": (lambda: feeding_forward(FeedForward(8)), 1),
     "gated": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 8), Gated(8, 12), nn.Linear(8, 5)), 1),
     "heads": (lambda: attending(Attention(8, heads=3)), 1),
     "grouped queries": (lambda: attending(Attention(8, heads=4, shared_by=2)), 1),
@@ -160,6 +180,30 @@ def test_host_and_seed_train_as_the_wider_network_does(name: str, optimizer: str
                 assert error(own.state[one][statistic], of_static.state[other][statistic]) < 1e-8, (key, statistic)
     for one, other in zip(folded.buffers(), static.buffers(), strict=True):
         assert error(one.double(), other.double()) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_width_seed_around_a_depth_seed_trains_as_the_wider_network_does(optimizer: str) -> None:
+    make = OPTIMIZERS[optimizer]
+    inputs, targets = torch.randn(12, 3, 8, 8), torch.randint(5, (12,))
+    torch.manual_seed(0)
+    slotted = add_slots(conv_host(), inputs[:2], slots=["0", "2"])
+    for slot, blueprint in (("2", "conv1x1"), ("0", "widen_50_chain")):  # a convolution behind the first ReLU, and new units around it
+        slotted.slot(slot).plant(slotted.new_seed(slot, blueprint, random_seed=1), connected=True)
+        slotted.slot(slot).alpha = 1.0
+        slotted.slot(slot).is_kept = True
+    static = copy.deepcopy(slotted).bake()
+    seeds = [slotted.slot(slot).seed for slot in ("2", "0")]
+    own, of_static = make(slotted.host.parameters()), make(static.parameters())
+    of_seeds = [make(seed.parameters()) for seed in seeds]
+    for _ in range(50):
+        step(slotted, inputs, targets, own, *of_seeds)
+        step(static, inputs, targets, of_static)
+    folded = slotted.bake()
+    for (key, one), other in zip(folded.named_parameters(), static.parameters(), strict=True):
+        assert one.shape == other.shape
+        assert error(one, other) < 1e-10, key
 
 
 @pytest.mark.parametrize("name", HOSTS)
