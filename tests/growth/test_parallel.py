@@ -31,11 +31,21 @@ LIVES = {
     4: [Fossilize("first", "test")],
     6: [Germinate("second", "test", "mlp")],
 }
-CASES: dict[str, tuple[LifecycleConfig, bool]] = {
-    "joint": (QUICK, False),
-    "shadow": (QUICK_SHADOW, False),
-    "joint with batch norm": (QUICK, True),
-    "shadow with batch norm": (QUICK_SHADOW, True),
+IN_WIDTH = {
+    0: [Germinate("first", "test", "widen_50"), Germinate("second", "test", "widen_100")],
+    1: [Advance("first", "test"), Advance("second", "test")],
+    3: [Prune("second", "test"), Fossilize("first", "test")],
+    4: [Fossilize("first", "test")],
+    6: [Germinate("second", "test", "widen_50")],
+}
+Lives = dict[int, list[Any]]
+CASES: dict[str, tuple[LifecycleConfig, bool, Lives]] = {
+    "joint": (QUICK, False, LIVES),
+    "shadow": (QUICK_SHADOW, False, LIVES),
+    "joint in width": (QUICK, False, IN_WIDTH),
+    "shadow in width": (QUICK_SHADOW, False, IN_WIDTH),
+    "joint with batch norm": (QUICK, True, LIVES),
+    "shadow with batch norm": (QUICK_SHADOW, True, LIVES),
 }
 
 
@@ -48,13 +58,13 @@ def validation() -> Data:
 
 
 def train(
-    model: nn.Module, data: Data, lifecycle: LifecycleConfig, *, val: Data | None = None, poison_at: int | None = None
+    model: nn.Module, data: Data, lifecycle: LifecycleConfig, lives: Lives = LIVES, *, val: Data | None = None, poison_at: int | None = None
 ) -> dict[str, Any]:
     """Train and return the host, the seeds and the ledger. Every rank evaluates the same batches, unless `val` gives it its own."""
     host = model.module if isinstance(model, DistributedDataParallel) else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     slotted = add_slots(model, data[0][0][:2], slots=list(SLOTS))
-    grower = Grower(slotted, optimizer, controller=Script(LIVES, probes=[0, 5]), config=config(lifecycle, probe_steps=2))
+    grower = Grower(slotted, optimizer, controller=Script(lives, probes=[0, 5]), config=config(lifecycle, probe_steps=2))
     grower.begin()
     batches = validation() if val is None else val
 
@@ -133,9 +143,9 @@ def run_rank(rank: int, folder: Path) -> None:
     try:
         half = [(x.chunk(RANKS)[rank], y.chunk(RANKS)[rank]) for x, y in whole_data()]
         results = {}
-        for name, (lifecycle, norm) in CASES.items():
+        for name, (lifecycle, norm, lives) in CASES.items():
             host = make_host(dtype=torch.float64, dropout=0.0, norm=norm)
-            results[name] = train(DistributedDataParallel(host), half, lifecycle)
+            results[name] = train(DistributedDataParallel(host), half, lifecycle, lives)
         shards = [(x.split([8, 4])[rank], y.split([8, 4])[rank]) for x, y in validation()]
         host = make_host(dtype=torch.float64, dropout=0.0, norm=False)
         results["shards"] = train(DistributedDataParallel(host), half, QUICK, val=shards)
@@ -181,10 +191,10 @@ def test_both_ranks_have_the_same_host_seeds_and_ledger_bit_for_bit(name: str, r
     assert one["ledger"] == other["ledger"]
 
 
-@pytest.mark.parametrize("name", ["joint", "shadow"])
+@pytest.mark.parametrize("name", ["joint", "shadow", "joint in width", "shadow in width"])
 def test_two_ranks_equal_one_process_with_the_batches_of_both(name: str, results: list[dict[str, Any]]) -> None:
-    lifecycle, norm = CASES[name]
-    alone = train(make_host(dtype=torch.float64, dropout=0.0, norm=norm), whole_data(), lifecycle)
+    lifecycle, norm, lives = CASES[name]
+    alone = train(make_host(dtype=torch.float64, dropout=0.0, norm=norm), whole_data(), lifecycle, lives)
     assert len(alone["ledger"]["entries"]) == 3
     for rank in results:
         assert_close(rank[name], alone, atol=1e-9)
@@ -192,7 +202,7 @@ def test_two_ranks_equal_one_process_with_the_batches_of_both(name: str, results
 
 def test_ranks_that_evaluate_parts_of_every_batch_equal_one_process_that_evaluates_the_whole(results: list[dict[str, Any]]) -> None:
     """Parts of 8 and 4 samples, which weigh as many."""
-    lifecycle, norm = CASES["joint"]
+    lifecycle, norm, _ = CASES["joint"]
     alone = train(make_host(dtype=torch.float64, dropout=0.0, norm=norm), whole_data(), lifecycle)
     assert [entry["gain"] for entry in alone["ledger"]["entries"]].count(None) < 3
     for rank in results:

@@ -17,12 +17,15 @@ from esper.growth.lifecycle.stages import Advance, Germinate
 from esper.growth.seeds import seed as seed_learner
 from tests.growth.builders import QUICK, QUICK_SHADOW, SLOTS, LifecycleConfig, Loop, Script, config, make_host, make_loop
 
-BOTH = {0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")], 1: [Advance(slot, "test") for slot in SLOTS]}
+DEPTH, WIDTH = ("mlp", "low_rank"), ("widen_50", "widen_100")
+every_direction = pytest.mark.parametrize("blueprints", [DEPTH, WIDTH], ids=["depth", "width"])
 
 
-def scaled_loop(lifecycle: LifecycleConfig, scaler: torch.amp.GradScaler | None, **options) -> Loop:
+def scaled_loop(lifecycle: LifecycleConfig, scaler: torch.amp.GradScaler | None, blueprints: tuple[str, str] = DEPTH, **options) -> Loop:
     torch.manual_seed(1)
-    loop = make_loop(Script(BOTH, probes=[0]), config(lifecycle), scaler=scaler, slots=("first", "after", "second"), **options)
+    born = [Germinate(slot, "test", blueprint) for slot, blueprint in zip(SLOTS, blueprints, strict=True)]
+    script = Script({0: born, 1: [Advance(slot, "test") for slot in SLOTS]}, probes=[0])
+    loop = make_loop(script, config(lifecycle), scaler=scaler, slots=("first", "after", "second"), **options)
     loop.grower.begin()
     return loop
 
@@ -41,10 +44,11 @@ def step(loop: Loop, scaler: torch.amp.GradScaler | None, x: Tensor, y: Tensor, 
 
 
 @pytest.mark.slow
+@every_direction
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
-def test_seeds_learn_the_same_with_and_without_a_loss_scale(lifecycle: LifecycleConfig) -> None:
+def test_seeds_learn_the_same_with_and_without_a_loss_scale(lifecycle: LifecycleConfig, blueprints: tuple[str, str]) -> None:
     def trained(scaler: torch.amp.GradScaler | None) -> Loop:
-        loop = scaled_loop(lifecycle, scaler, dtype=torch.float64)
+        loop = scaled_loop(lifecycle, scaler, blueprints, dtype=torch.float64)
         for _ in range(3):
             for x, y in loop.data:
                 step(loop, scaler, x, y)
@@ -120,9 +124,10 @@ def test_parts_of_an_accumulated_batch_do_not_count_as_skipped_steps() -> None:
     assert loop.grower.lifecycles.backends["first"].learner.report().skipped == 0
 
 
+@every_direction
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
-def test_a_host_in_half_precision_has_seeds_in_half_precision(lifecycle: LifecycleConfig) -> None:
-    loop = scaled_loop(lifecycle, None, host=make_host(dtype=torch.bfloat16), dtype=torch.bfloat16)
+def test_a_host_in_half_precision_has_seeds_in_half_precision(lifecycle: LifecycleConfig, blueprints: tuple[str, str]) -> None:
+    loop = scaled_loop(lifecycle, None, blueprints, host=make_host(dtype=torch.bfloat16), dtype=torch.bfloat16)
     loop.epoch(epochs=3)
     for name in SLOTS:
         backend = loop.grower.lifecycles.backends[name]
@@ -131,8 +136,9 @@ def test_a_host_in_half_precision_has_seeds_in_half_precision(lifecycle: Lifecyc
     assert all(map(math.isfinite, loop.grower.history.val_losses))
 
 
-def test_under_autocast_seeds_stay_in_full_precision_and_learn() -> None:
-    loop = scaled_loop(QUICK, None)
+@every_direction
+def test_under_autocast_seeds_stay_in_full_precision_and_learn(blueprints: tuple[str, str]) -> None:
+    loop = scaled_loop(QUICK, None, blueprints)
     for x, y in loop.data:
         with torch.autocast("cpu", torch.bfloat16):
             loss = cross_entropy(loop.slotted(x), y)

@@ -118,6 +118,28 @@ def test_changes_of_alpha_and_weights_cause_no_recompilation() -> None:
     assert len({float(output.sum()) for output in seen}) == len(seen)
 
 
+@pytest.mark.parametrize("is_training", [False, True])
+def test_a_compiled_model_is_widened_and_joined_as_an_eager_one(is_training: bool) -> None:
+    model, _, _ = compiled_host(name="resnet")
+    model.train(is_training)  # not `slotted.train`, which would tell the seed
+    batch = FAMILIES["resnet"].batch()
+    slotted = add_slots(model, batch)
+    before = out(slotted, batch)
+    name = next(name for name in slotted.slots if slotted.place(name).chain)
+    seed = germinate(slotted, name, "widen_50")
+    seed.train(not is_training)
+    torch.testing.assert_close(out(slotted, batch), before)
+    perturb(seed)
+    grown = out(slotted, batch)
+    assert not torch.allclose(grown, before)
+    assert seed.training is not is_training
+    torch.testing.assert_close(grown, eager_output(copy.deepcopy(slotted), batch))
+    slotted.slot(name).is_kept = True
+    slotted.join_kept()
+    torch.testing.assert_close(out(slotted, batch), grown, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(eager_output(slotted, batch), grown, rtol=1e-4, atol=1e-5)
+
+
 def test_two_seeds_of_one_blueprint_compile_once_each_at_most() -> None:
     model, _, counter = compiled_host()
     batch = FAMILY.batch()

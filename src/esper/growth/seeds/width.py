@@ -29,7 +29,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import batch_norm, linear, pad
+from torch.nn.functional import (
+    alpha_dropout,
+    batch_norm,
+    dropout,
+    dropout1d,
+    dropout2d,
+    dropout3d,
+    feature_alpha_dropout,
+    linear,
+    pad,
+)
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import Optimizer
@@ -244,8 +254,7 @@ class WidthSeed(Seed):
             if seed.training != patch.module.training and not torch.compiler.is_compiling():
                 seed.train(patch.module.training)
             if part.own is not None:
-                with _own_random_numbers(part.own, x_new):
-                    made.append(part.own(x_new))
+                made.append(_compute_own(part.own, x_new, is_training=patch.module.training))
                 continue
             if part.back is not None:
                 read = (seed.alpha * part.back(x_new)).to(output.dtype)
@@ -307,7 +316,7 @@ def compute_joined(module: Any, seeds: Sequence[Entry], given: Tensor) -> Tensor
     so this is for kept seeds: a host with a new seed must equal the host without it bit for bit.
     """
     if isinstance(module, _BATCH_NORMS):
-        return _joined_norm([module, *(part.own for _, _, part in seeds)], given)
+        return _joined_norm([module, *(part.own for _, _, part in seeds)], given, is_training=module.training)
     weight, bias = _joined_weight(module, seeds)
     if isinstance(module, nn.Linear):
         return linear(given, weight, bias)
@@ -338,21 +347,46 @@ def _rows(weight: Tensor, start: int, count: int) -> Tensor:
     return weight[start : start + count] if start < len(weight) else weight.new_zeros(count, *weight.shape[1:])
 
 
-def _joined_norm(norms: Sequence[Any], given: Tensor) -> Tensor:
-    """Compute batch norms of the same kind, one for each part of the units, as one."""
+def _joined_norm(norms: Sequence[Any], given: Tensor, *, is_training: bool) -> Tensor:
+    """Compute batch norms of the same kind, one for each part of the units, as one, in this mode."""
     first = norms[0]
     weight, bias = (torch.cat([getattr(norm, name) for norm in norms]) if first.affine else None for name in ("weight", "bias"))
-    if first.running_mean is None or (first.training and not first.track_running_stats):
+    if first.running_mean is None or (is_training and not first.track_running_stats):
         return batch_norm(given, None, None, weight, bias, training=True, eps=first.eps)
     mean, variance = (torch.cat([getattr(norm, name) for norm in norms]) for name in ("running_mean", "running_var"))
-    output = batch_norm(given, mean, variance, weight, bias, first.training, first.momentum, first.eps)
-    if first.training:
+    output = batch_norm(given, mean, variance, weight, bias, is_training, first.momentum, first.eps)
+    if is_training:
         sizes = [norm.num_features for norm in norms]
         for norm, its_mean, its_variance in zip(norms, torch.split(mean, sizes), torch.split(variance, sizes), strict=True):
             norm.running_mean.copy_(its_mean)
             norm.running_var.copy_(its_variance)
             norm.num_batches_tracked.add_(1)
     return output
+
+
+def _compute_own(own: nn.Module, x: Tensor, *, is_training: bool) -> Tensor:
+    """Compute the copy of a module for new units, in the mode of the host's module.
+
+    Compiled code must not change the mode of the copy, so there batch norms and dropouts are computed by torch's functions.
+    """
+    if torch.compiler.is_compiling() and own.training != is_training:
+        if isinstance(own, _BATCH_NORMS):
+            return _joined_norm([own], x, is_training=is_training)
+        if isinstance(own, _DropoutNd):
+            return x if not is_training else _DROPOUTS[type(own)](x, own.p, training=True)
+    with _own_random_numbers(own, x):
+        output: Tensor = own(x)
+    return output
+
+
+_DROPOUTS: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.Dropout: dropout,
+    nn.Dropout1d: dropout1d,
+    nn.Dropout2d: dropout2d,
+    nn.Dropout3d: dropout3d,
+    nn.AlphaDropout: alpha_dropout,
+    nn.FeatureAlphaDropout: feature_alpha_dropout,
+}
 
 
 def _own_random_numbers(module: nn.Module, x: Tensor) -> AbstractContextManager[None]:
