@@ -13,7 +13,7 @@ Arms, paired over seeds (same data, same order of batches):
     never       the same host, which never grows
     longer      the same host, trained for so many epochs that it costs at least the FLOPs of the grown run
     final       the architecture that the grown run ended with, from scratch, for as many epochs as the FLOPs of the grown run allow
-    x1, x2, ...  static nets with this many times the parameters of the smallest host
+    x1, x2 ...  static nets with this many times the parameters of the smallest host
     grid        of these, the best one by validation, at the cost of all
     halving     successive halving over these sizes, with the FLOPs of the grown run for all of its runs together
 
@@ -80,6 +80,9 @@ WORKS = {
 }
 
 
+OF_FIRST_RUNS: Record = {"best_by": "loss", "precision": "float32"}  # settings that the records of the first runs do not name
+
+
 @dataclass(frozen=True)
 class Setting:
     """The settings that all runs of a comparison share."""
@@ -122,10 +125,7 @@ class Setting:
     @property
     def about(self) -> Record:
         work = {"epochs_planned": self.work.epochs, "learning_rate": self.work.learning_rate, "samples": self.work.samples}
-        # Left out where they have the value of the first runs, which knew no other.
-        best_by = {} if self.best_by == "loss" else {"best_by": self.best_by}
-        precision = {} if self.precision == "float32" else {"precision": self.precision}
-        return {"task": self.task, "device": self.device, **work, **best_by, **precision}
+        return {"task": self.task, "device": self.device, **work, "best_by": self.best_by, "precision": self.precision}
 
 
 @cache
@@ -450,9 +450,8 @@ def main(arguments: list[str] | None = None) -> None:
     output = Output(options.out, resume=not options.fresh)
     about = setting.about.items()
     arms = {"grown", *(f"x{times}" for times in sizes)}
-    earlier = [run for run in output.earlier if "seed" in run and about <= run.items() and run["seed"] < work.seeds]
-    settings = (("best_by", "loss"), ("precision", "float32"))
-    earlier = [run for run in earlier if all(run.get(name, default) == getattr(setting, name) for name, default in settings)]
+    earlier = [{**OF_FIRST_RUNS, **run} for run in output.earlier if "seed" in run and run["seed"] < work.seeds]
+    earlier = [run for run in earlier if about <= run.items()]
     runs = [run for run in earlier if run["arm"] in arms | {"longer", "final"} or run.get("sizes") == list(sizes)]
     have = {(run["arm"], run["seed"]) for run in runs}
     # The longest runs first, so that no worker ends long after the others.

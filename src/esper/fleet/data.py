@@ -15,7 +15,7 @@ from torch import Tensor
 from esper.fleet.config import FleetError, HostConfig
 from esper.fleet.device import upload
 from esper.rng import Streams
-from esper.tasks import Split, Task, shuffled_order
+from esper.tasks import Split, Task, shuffled_order, with_wrong_labels
 
 
 class Order:
@@ -136,10 +136,8 @@ class FleetData:
 
     def _draw_noisy_labels(self, setting: HostConfig) -> Tensor:
         """Return the labels [M] of a host, some of them replaced by another class drawn at random."""
-        generator = Streams(setting.seed).torch("label noise")
-        is_wrong = torch.rand(len(self.tensors.labels), generator=generator) < setting.label_noise
-        shift = torch.randint(1, self.tensors.num_classes, self.tensors.labels.shape, generator=generator)
-        return torch.where(is_wrong, (self.tensors.labels + shift) % self.tensors.num_classes, self.tensors.labels)
+        generator, classes = Streams(setting.seed).torch("label noise"), self.tensors.num_classes
+        return with_wrong_labels(self.tensors.labels, setting.label_noise, num_classes=classes, generator=generator)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of every host in its data. Its samples and wrong labels follow from its setting and are not saved."""

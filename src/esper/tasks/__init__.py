@@ -12,7 +12,7 @@ from esper.tasks.hosts import FAMILIES, ConvBlock, ConvHost, MLPHost, ResidualBl
 from esper.tasks.loader import BatchLoader, batch_bounds, shuffled_order
 from esper.tasks.options import TaskError
 from esper.tasks.registry import TASKS, TaskEntry, load_task
-from esper.tasks.task import HOST_SIZES, Split, Task, TaskEvaluation
+from esper.tasks.task import HOST_SIZES, Split, Task, TaskEvaluation, with_wrong_labels
 
 __all__ = [
     "FAMILIES",
@@ -34,4 +34,5 @@ __all__ = [
     "batch_bounds",
     "load_task",
     "shuffled_order",
+    "with_wrong_labels",
 ]

@@ -183,7 +183,7 @@ def make_host(name: str, example_input: Tensor, num_classes: int) -> nn.Module:
 
 
 def _heads(width: int) -> int:
-    """Return the number of attention heads: as many as the width can be divided into, of `_GPT_HEAD` features at least.
+    """Return the largest number of attention heads that divides the width and leaves each `_GPT_HEAD` features; 1 for a narrow host.
 
     >>> _heads(8), _heads(48), _heads(50)
     (1, 3, 2)
@@ -201,7 +201,7 @@ def _halvings(blocks: int, count: int) -> list[bool]:
 
 
 def _channels(width: int, halved: Sequence[bool]) -> list[int]:
-    """Return the channels of each block, twice as many after each halving.
+    """Return the channels of each block: the width, doubled after each halving of the size.
 
     >>> _channels(8, [True, False, True])
     [8, 16, 16]

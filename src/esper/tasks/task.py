@@ -33,6 +33,13 @@ class Split:
         return len(self.inputs)
 
 
+def with_wrong_labels(labels: Tensor, share: float, *, num_classes: int, generator: torch.Generator) -> Tensor:
+    """Return the labels with this share of them replaced by another class, drawn at random."""
+    is_wrong = torch.rand(labels.shape, generator=generator) < share
+    shift = torch.randint(1, num_classes, labels.shape, generator=generator)
+    return torch.where(is_wrong, (labels + shift) % num_classes, labels)
+
+
 @dataclass(frozen=True)
 class TaskEvaluation:
     """Loss and accuracy of a model in one pass over a loader."""
@@ -166,13 +173,8 @@ class Task:
         loss, accuracy = (weights @ table).tolist()
         return TaskEvaluation(loss=loss, accuracy=accuracy, losses=tuple(table[:, 0].tolist()))
 
-    def with_hosts(self, hosts: Mapping[str, str]) -> Task:
-        """Return the task with these hosts of families, by size."""
-        example, classes = self.example_input, self.num_classes
-        return replace(self, hosts={size: partial(make_host, name, example, classes) for size, name in hosts.items()}, host_of=None)
-
     def with_classes(self, count: int, *, seed: int) -> Task:
-        """Return the task with the samples of `count` classes, drawn at random and numbered anew. It has hosts of families only."""
+        """Return the task with the samples of `count` random classes, which are numbered from 0. Its hosts have names like "conv-8x3"."""
         if not 2 <= count <= self.num_classes or self.train.targets.ndim != 1:
             raise TaskError(f"{self.name} has {self.num_classes} classes; a part of them is 2 or more, and not of tokens; got {count}")
         kept = torch.randperm(self.num_classes, generator=Streams(seed).torch("classes"))[:count].sort().values
@@ -190,14 +192,12 @@ class Task:
 
         def noisy(name: str, split: Split) -> Split:
             generator = Streams(seed).torch(f"label noise {name}")
-            is_wrong = torch.rand(split.targets.shape, generator=generator) < share
-            shift = torch.randint(1, self.num_classes, split.targets.shape, generator=generator)
-            return Split(split.inputs, torch.where(is_wrong, (split.targets + shift) % self.num_classes, split.targets))
+            return Split(split.inputs, with_wrong_labels(split.targets, share, num_classes=self.num_classes, generator=generator))
 
         return self._with_parts(noisy)
 
     def _with_parts(self, change: Callable[[str, Split], Split]) -> Task:
-        """Return the task with other parts: `change` gets the name and the data of each."""
+        """Return the task with its three parts changed. `change` gets the name and the data of a part."""
         train, validation, test = (change(name, getattr(self, name)) for name in ("train", "validation", "test"))
         return replace(self, train=train, validation=validation, test=test)
 

@@ -8,6 +8,8 @@ Shapes: M = samples, K = classes.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -46,7 +48,7 @@ def make_teacher_task(
     labels = _labels(teacher, images, classes, streams)
     inputs, targets = torch.split(images, list(samples)), torch.split(labels, list(samples))
     train, validation, test = (Split(*part) for part in zip(inputs, targets, strict=True))
-    task = Task(
+    return Task(
         name="teacher",
         title="smooth random images, labelled by a random network",
         source=f"made by esper.tasks.teacher from the data seed {data_seed} and the teacher {teacher}; no licence needed",
@@ -54,11 +56,10 @@ def make_teacher_task(
         train=train,
         validation=validation,
         test=test,
-        hosts={},
+        hosts={size: partial(make_host, name, images[:2], classes) for size, name in HOSTS.items()},
         batch_size=batch_size,
         seed=seed,
     )
-    return task.with_hosts(HOSTS)
 
 
 def _smooth_images(count: int, generator: torch.Generator) -> Tensor:

@@ -86,14 +86,8 @@ def _fused(block: ConvBlock, shape: Any, scope: Scope, x: Tensor) -> Tensor:
     return result if x.ndim == 5 else result.squeeze(-2)
 
 
-@lowers(ConvHost)
-def conv_host(host: ConvHost, scope: Scope, x: Tensor) -> Tensor:
-    features = scope.child("blocks", x)  # [B, N, C, S...]
-    return scope.child("head", mean_over_space(features))
-
-
-@lowers(ResidualHost)
-def residual_host(host: ResidualHost, scope: Scope, x: Tensor) -> Tensor:
+@lowers(ConvHost, ResidualHost)
+def conv_host(host: ConvHost | ResidualHost, scope: Scope, x: Tensor) -> Tensor:
     features = scope.child("blocks", x)  # [B, N, C, S...]
     return scope.child("head", mean_over_space(features))
 

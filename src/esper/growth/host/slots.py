@@ -124,7 +124,7 @@ class WidePatch(ForwardPatch):
 
     @property
     def is_replaced(self) -> bool:
-        """Whether something other than the module's class computes it."""
+        """Whether `inner` is not the forward of the module's class: a slot or the user has replaced it."""
         return getattr(self.inner, "__func__", None) is not type(self.module).forward
 
     def forward(self, *arguments: Any, **named: Any) -> Any:

@@ -585,7 +585,7 @@ class AveragedModel:
                 self._average(target.seed, source.seed)
             if source.seed is not None and target.seed is not None:
                 target.alpha = source.alpha
-                target.seed.spec = msgspec.structs.replace(target.seed.spec, is_joined=source.seed.spec.is_joined)
+                target.seed.spec = source.seed.spec
             target.is_kept = source.is_kept
             target.connect(source.is_connected)
 

@@ -75,7 +75,7 @@ class SeedSpec(msgspec.Struct, frozen=True):
     is_joined: bool = False  # of a width seed: it is computed as a part of wide layers, not block by block
 
     def builds_same(self, other: SeedSpec) -> bool:
-        """Return whether both specs describe the same weights: apart from where the seed is registered, and when and how it is computed."""
+        """Return whether both specs describe the same weights. Where the seed is registered and how it is computed does not matter."""
         return msgspec.structs.replace(self, levels_up=other.levels_up, order=other.order, is_joined=other.is_joined) == other
 
     def as_tensor(self) -> Tensor:

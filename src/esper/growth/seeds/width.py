@@ -296,10 +296,12 @@ def split_joined(patch: WidePatch, given: Tensor) -> tuple[list[Entry], list[Ent
     Only torch's own layers and batch norms can be computed so. It pays where the input is larger than the weights, as in convolutions.
     """
     joined = list(itertools.takewhile(lambda entry: entry[0].spec.is_joined, patch.seeds))
+    if not joined:
+        return [], patch.seeds
     kinds = _BATCH_NORMS if isinstance(patch.module, _BATCH_NORMS) else LAYERS
     modules = [patch.module, *(module for _, _, part in joined for module in part.children())]
     is_known = all(type(module) in kinds and getattr(module, "groups", 1) == 1 for module in modules) and not patch.is_replaced
-    if not joined or not is_known:
+    if not is_known:
         return [], patch.seeds
     # Count the inputs without those of other seeds, so that a new seed does not change how the ones before it are computed.
     axis, others = joined[0][2].axis, patch.seeds[len(joined) :]
