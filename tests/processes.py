@@ -130,8 +130,9 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def torchrun(ranks: int, *argv: str, cwd: Path | None = None) -> Process:
-    """Run the command line of esper under torchrun, which forks the ranks from its launcher."""
-    launch = ["--standalone", "--nproc-per-node", str(ranks), "--start-method", "fork", "--run-path", "--"]
+    """Run the command line of esper under torchrun, which forks the ranks from its launcher; where there is a GPU, CUDA forbids that."""
+    how = "spawn" if torch.cuda.is_available() else "fork"
+    launch = ["--standalone", "--nproc-per-node", str(ranks), "--start-method", how, "--run-path", "--"]
     return Process(_launch, [*launch, esper.cli.main.__file__, *argv], cwd=cwd)  # without --, it would take --run for its own
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -126,6 +126,20 @@ class FailsLate(nn.Module):
         noise = torch.randn(4) + random.random() + np.random.rand()  # noqa: NPY002
         result: Tensor = self.last(self.dropout(self.norm(x)) + noise)
         return result.reshape(7, 7, 7)
+
+
+def test_weights_that_see_no_sample_are_no_part_of_what_each_sample_must_teach() -> None:
+    """The load is the sum over layers of weights per position. An embedding of positions learns from no sample's content."""
+
+    class Text(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.positions, self.head = nn.Embedding(20, 8), nn.Embedding(16, 8), nn.Linear(8, 20, bias=False)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return cast(Tensor, self.head(self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))))
+
+    assert add_slots(Text(), torch.arange(32).reshape(2, 16) % 20).discovery.load == 2 * 20 * 8 / 16
 
 
 def test_a_failed_discovery_draws_no_random_numbers() -> None:

@@ -46,13 +46,22 @@ class Effect(NamedTuple):
 # The batch
 
 
-def batch_axes(example_input: Any, before: Outputs, batch: int, run: RunExample) -> dict[str, int | str]:
+def doubled(example_input: Any, batch: int) -> Any:
+    """Return the example twice in one batch; `batch` is its batch size."""
+    return _with_tensors(example_input, (torch.cat([t, t]) if t.ndim and len(t) == batch else t for t in tensors_in(example_input)))
+
+
+def without_samples(before: Outputs, twice: Outputs | None) -> frozenset[str]:
+    """Return the submodules whose output is the same for a doubled batch: they see no sample, as an embedding of positions does."""
+    return frozenset() if twice is None else frozenset(name for name, output in before.items() if _same(output, twice.get(name)))
+
+
+def batch_axes(example_input: Any, before: Outputs, twice: Outputs | None, batch: int, run: RunExample) -> dict[str, int | str]:
     """Return the batch dimension of every output, or a text that says why it is uncertain.
 
-    The host runs on the example twice in one batch; the dimension that becomes twice as large is the batch. If the host cannot run that,
+    `twice` has the outputs for the doubled batch; the dimension that becomes twice as large is the batch. If the host cannot run that,
     one sample is changed: the dimension in which only one entry changes is the batch.
     """
-    twice = run(_with_tensors(example_input, (torch.cat([t, t]) if t.ndim and len(t) == batch else t for t in tensors_in(example_input))))
     changed = run(_changed(example_input, 0, axis=0, index=0)) if batch > 1 else None
     found: dict[str, int | None] = {}
     for name, output in before.items():

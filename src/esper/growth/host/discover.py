@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from esper.growth.config import GrowthError
-from esper.growth.host.causality import Nudge, Outputs, batch_axes, causal_places, hides
+from esper.growth.host.causality import Nudge, Outputs, batch_axes, causal_places, doubled, hides, without_samples
 from esper.growth.host.isolation import isolated
 from esper.growth.host.layout import Call, FeatureAxes, Kind, Place, Refusal
 from esper.growth.host.slots import Forward, forward_replaced, keep_running, own_forward, tensors_in
@@ -44,7 +44,7 @@ class Discovery:
     same_output: dict[str, int]  # places whose outputs are the same tensor have the same number; 0 is the output of the host itself
     behind: dict[str, str]  # place -> the place without weights (a pool, say) that is the only user of its output
     last: frozenset[str]  # places with nothing behind them that could use a seed's output
-    load: float  # sum over layers of (trained weights / positions that share them): how much each sample must teach the host
+    load: float  # sum over layers that see samples of (trained weights / positions that share them): how much each sample must teach
 
 
 class Weights(NamedTuple):
@@ -61,7 +61,8 @@ def discover(model: nn.Module, example_input: Any) -> Discovery:
     log = _run(model, example_input, batch=batch)
     run = partial(_tensors_of, model)  # runs the model on a changed example
     before = run(example_input) or {}
-    batches = batch_axes(example_input, before, batch, run)
+    twice = run(doubled(example_input, batch))
+    batches = batch_axes(example_input, before, twice, batch, run)
     # Sort every submodule, in the order in which they finish, into places and refusals.
     places, refusals, kept = dict[str, Place](), list[Refusal](), _kept_seeds(model)
     for name in sorted((name for name, _ in model.named_modules() if name), key=log.last_end):
@@ -88,9 +89,11 @@ def discover(model: nn.Module, example_input: Any) -> Discovery:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     last = {name for name, place in places.items() if place.flops_behind == 0 and log.layers_done[name] == log.layers}
     host = Cost(parameters, log.total_flops // batch)
+    blind = without_samples(before, twice)
+    load = sum(part for name, part in log.loads.items() if name not in blind)
     refusals.sort(key=lambda refusal: log.last_end(refusal.name))
     return Discovery(
-        places, tuple(refusals), tuple(log.calls), host, _same_outputs(log, places), _behind(model, places, log), frozenset(last), log.load
+        places, tuple(refusals), tuple(log.calls), host, _same_outputs(log, places), _behind(model, places, log), frozenset(last), load
     )
 
 
@@ -129,7 +132,7 @@ class _Log:
     layers_done: dict[str, int] = field(default_factory=dict)  # value of `layers` when the submodule ended
     is_autocast: dict[str, bool] = field(default_factory=dict)
     layers: int = 0  # number of layers with weights that have run so far
-    load: float = 0.0  # see Discovery
+    loads: dict[str, float] = field(default_factory=dict)  # part of a layer in the load of the host, see Discovery
     ticks: int = 0
     output: Any = None  # of the whole model
     total_flops: int = 0
@@ -166,7 +169,7 @@ class _Log:
         if not list(module.children()) and list(module.parameters(recurse=False)):
             self.layers += 1
             trained = sum(parameter.numel() for parameter in module.parameters(recurse=False) if parameter.requires_grad)
-            self.load += trained / _positions(module, output)
+            self.loads[name] = self.loads.get(name, 0.0) + trained / _positions(module, output)
         self.layers_done[name] = self.layers
         self.is_autocast[name] = isinstance(output, Tensor) and torch.is_autocast_enabled(output.device.type)
 
