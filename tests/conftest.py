@@ -11,7 +11,9 @@ from contextlib import contextmanager
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import fcntl
+import functools
 import gc
+import importlib
 import shutil
 import time
 from importlib.util import find_spec
@@ -19,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import tyro._docstrings
 from hypothesis import settings
 
 gc.disable()  # until the tests are collected: importing makes no garbage
@@ -29,6 +32,9 @@ if not torch.cuda.is_available():
 IN_MEMORY = Path("/dev/shm")
 if os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free > 2**31:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
+# Read the comments of options in the source once, instead of in every call of `main`.
+_tokenization = tyro._docstrings._ClassTokenization
+_tokenization.make = staticmethod(functools.cache(_tokenization.make))  # type: ignore[method-assign]
 settings.register_profile("esper", deadline=None, max_examples=50)
 settings.register_profile("quick", deadline=None, max_examples=20)  # for the development loop
 settings.load_profile("esper")
@@ -124,6 +130,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         long = [report for report in terminalreporter.stats.get("passed", []) if report.when == "call" and report.duration > 1]
         for report in sorted(long, key=lambda report: -report.duration):
             terminalreporter.write_line(f"{report.duration:.1f} s without the mark `slow`: {report.nodeid}")
+
+
+@pytest.fixture
+def scalar_inductor() -> Iterator[None]:
+    """Let torch's compiler write scalar code in this process: vector code takes twice as long to compile, and its instructions to find."""
+    inductor = importlib.import_module("torch._inductor.config")
+    with inductor.patch({"cpp.vec_isa_ok": False, "compile_threads": 1}):
+        yield
 
 
 class Clock:

@@ -365,19 +365,22 @@ def test_everything_stays_in_its_range_in_random_play() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_everything_stays_in_its_range_in_many_random_agent_steps() -> None:
-    play_at_random(Arena(ArenaConfig(battles=96, team_size=5, maps=24, size=32, seconds=25.0)), agent_steps=100_000)
+    play_at_random(Arena(ArenaConfig(battles=24, team_size=5, maps=24, size=32, seconds=25.0)), agent_steps=25_000)
 
 
 @pytest.mark.slow
-def test_no_shot_is_lost_when_everybody_fires_for_a_minute() -> None:
-    """Two lines that face each other; nobody overheats, dies, falls or leaves. Whatever is loaded goes off."""
+def test_no_shot_is_lost_when_everybody_fires_for_twenty_seconds() -> None:
+    """Two lines that face each other; nobody overheats, dies, falls or leaves. Whatever is loaded goes off.
+
+    The longest flight takes five seconds, and so does the longest cooldown.
+    """
     arena = flat_arena(*ALL, "medium", contacts=5, seconds=200.0)
     for unit in range(10):
         side = -1 if unit < 5 else 1
         place(arena, unit, 2.0 * side, 2.4 * (unit % 5 - 2), heading=0.0 if unit < 5 else math.pi)
     start, kits = arena.state.units, [CLASSES[name].weapons for name in arena.config.unit_classes]
     fired = 0
-    for _ in range(240):
+    for _ in range(80):
         now = arena.state.units
         arena.state = arena._sensed(arena.state._replace(units=start._replace(cooldown=now.cooldown, painted=now.painted)))
         ready = [[name for name in kit if int(now.cooldown[0, row, WEAPON[name]]) < 5] for row, kit in enumerate(kits)]
@@ -386,7 +389,7 @@ def test_no_shot_is_lost_when_everybody_fires_for_a_minute() -> None:
         arena.state, step_events = decide(arena.state, orders, arena.tables)
         fired += int(step_events.fired.sum())
         assert not arena.state.status.overflow.any()
-    assert fired > 600
+    assert fired > 200
 
 
 def wrong(arena: Arena, **heads: Tensor) -> Actions:

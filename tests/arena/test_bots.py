@@ -61,7 +61,7 @@ def test_an_unknown_bot_is_refused_with_the_known_ones():
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "rivals"), [("middle", ("strong", "weak")), ("weak", ("random",))])
 def test_every_strength_beats_the_one_below_it(name, rivals):
-    ground = MatchArena(ArenaConfig(battles=20, team_size=5, size=48, seconds=60.0), seed=3, device="cpu", rivals=len(rivals))
+    ground = MatchArena(ArenaConfig(battles=10, team_size=5, size=32, seconds=30.0), seed=3, device="cpu", rivals=len(rivals))
     for rival, result in zip(rivals, ground.play_all(name, rivals), strict=True):
         score = result.record.score
         assert (score if BOTS.index(rival) < BOTS.index(name) else 1 - score) >= 0.6, rival

@@ -13,6 +13,7 @@ from tests.arena.worlds import small_config
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.usefixtures("scalar_inductor")
 def test_a_compiled_arena_fights_the_same_battles_up_to_rounding():
     config = small_config(team_size=2, battles=2, seconds=30.0)
     plain, compiled = Arena(config), Arena(config, compile=True)

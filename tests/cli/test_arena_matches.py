@@ -101,7 +101,7 @@ def test_policies_sample_their_actions_only_on_request(arena_run: Path, capsys: 
         (["eval", str(arena_run), "--against", "random", "--draw"], "drawn"),
         (["match", "random", str(arena_run)], "likeliest"),
         (["match", "random", str(arena_run), "--draw"], "drawn"),
-        (["match", "random", "weak", "--team-size", "1", "--size", "16"], None),
+        (["match", "strong", "weak", "--team-size", "1", "--size", "16"], None),
     ):
         assert main(["arena", *argv, "--battles", "2", "--device", "cpu", "--json"]) == 0
         shown = capsys.readouterr().out

@@ -50,25 +50,25 @@ class Scripted:
 # Tasks and hosts
 
 
-def small_task() -> Task:
+def small_task(*, train: int = 100, others: int = 60) -> Task:
     task = load_task("digits")
     return Task(
         name="some digits",
         title="",
         source="",
         num_classes=10,
-        train=Split(task.train.inputs[:100].double(), task.train.targets[:100]),
-        validation=Split(task.validation.inputs[:60].double(), task.validation.targets[:60]),
-        test=Split(task.test.inputs[:60].double(), task.test.targets[:60]),
+        train=Split(task.train.inputs[:train].double(), task.train.targets[:train]),
+        validation=Split(task.validation.inputs[:others].double(), task.validation.targets[:others]),
+        test=Split(task.test.inputs[:others].double(), task.test.targets[:others]),
         hosts={},
         batch_size=BATCH,
     )
 
 
-def text_task() -> Task:
+def text_task(*, train: int = 100, others: int = 60) -> Task:
     task = load_task("text", sequence_length=8, batch_size=BATCH)
     parts = {name: Split(split.inputs[:count], split.targets[:count]) for name, split, count in (
-        ("train", task.train, 100), ("validation", task.validation, 60), ("test", task.test, 60)
+        ("train", task.train, train), ("validation", task.validation, others), ("test", task.test, others)
     )}  # fmt: skip
     return replace(task, **parts)
 

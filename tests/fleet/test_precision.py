@@ -209,7 +209,8 @@ def test_gradients_are_unscaled_and_checked_per_host(bad: float) -> None:
 def test_a_probe_sees_gradients_without_their_scale() -> None:
     promises = []
     for config in (FLOAT64, FLOAT16):
-        fleet = make_fleet(host_settings(2), GrowthConfig(probe_steps=2), msgspec.structs.replace(config, steps_per_decision=2))
+        growth = GrowthConfig(probe_steps=2, blueprints=("norm", "conv3x3", "bottleneck", "widen_25", "widen_50_chain"))
+        fleet = make_fleet(host_settings(2), growth, msgspec.structs.replace(config, steps_per_decision=2))
         fleet.decide({1: Decision(probe=True)})
         fleet.advance()
         promises.append(fleet.rows[1].host_growth.promises)

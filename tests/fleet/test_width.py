@@ -47,6 +47,9 @@ from tests.fleet.builders import (
 from tests.fleet.test_fleet import sequence_loss
 
 BUDGET = BudgetConfig(max_parameters=None, max_flops=None)
+# Those that the scripts grow and a few more: the widest ones take much longer and are computed in the same way.
+BLUEPRINTS = ("norm", "conv1x1", "conv3x3", "bottleneck", "low_rank", "mlp", "widen_25", "widen_50", "widen_50_chain", "widen_100")
+PROBED = ("norm", "conv3x3", "widen_25", "widen_50", "widen_50_chain", "widen_100")
 
 
 class MLP(nn.Module):
@@ -77,12 +80,13 @@ def assert_rows_equal_hosts_alone(
     slots: tuple[str, ...] | None = None,
     config: FleetConfig = CONFIG,
     horizon: int = 8,
+    train: int = 50,
 ) -> Fleet:
-    """Train one host per script as a fleet and alone, and compare ledgers, losses and weights."""
-    task = text_task() if make_host is make_gpt_host else small_task()
+    """Train one host per script as a fleet and alone on `train` samples, and compare ledgers, losses and weights."""
+    task = (text_task if make_host is make_gpt_host else small_task)(train=train, others=40)
     # A single run measures the loss of a constant predictor, with noise of its own.
     governor = GovernorConfig(uninformed_loss=task.uninformed_loss)
-    growth = GrowthConfig(lifecycle=lifecycle, slots=slots, budget=BUDGET, governor=governor)
+    growth = GrowthConfig(lifecycle=lifecycle, slots=slots, blueprints=BLUEPRINTS, budget=BUDGET, governor=governor)
     settings = host_settings(len(scripts), horizon=horizon)
     fleet = train_fleet(task, settings, scripts, growth, config, make_host=make_host)
     loss_fn = sequence_loss if make_host is make_gpt_host else nn.functional.cross_entropy
@@ -254,7 +258,7 @@ def test_slots_open_again_behind_kept_seeds_as_in_hosts_alone(lifecycle: Lifecyc
             8: [Prune("blocks.0#2", "")],
         },
     ]
-    fleet = assert_rows_equal_hosts_alone(scripts, lifecycle, horizon=12)
+    fleet = assert_rows_equal_hosts_alone(scripts, lifecycle, horizon=12, train=100)
     kept = [[entry.slot for entry in host.host_growth.ledger.entries if entry.outcome == "kept"] for host in fleet.rows]
     assert kept[1:] == [["blocks.1", "blocks.1#2"], ["blocks.0", "blocks.0#2"], ["blocks.0"]]
 
@@ -273,7 +277,7 @@ class Curious(Scripted):
 def test_a_controller_sees_the_same_promises_and_contributions_as_of_the_host_alone(optimizer: str) -> None:
     """Candidates in width beside connected and kept seeds, and kept seeds whose units another seed reads."""
     task, config = small_task(), msgspec.structs.replace(CONFIG, optimizer=optimizer)
-    growth = GrowthConfig(lifecycle=JOINT, budget=BUDGET, probe_steps=2)
+    growth = GrowthConfig(lifecycle=JOINT, blueprints=PROBED, budget=BUDGET, probe_steps=2)
     scripts: list[Script] = [
         {1: [germinate("blocks.0", "widen_50")], 3: [Fossilize("blocks.0", "")], 4: [germinate("blocks.1", "widen_25")]},
         {0: [germinate("blocks.1", "widen_100")], 3: [germinate("blocks.0", "conv3x3")]},
@@ -301,7 +305,7 @@ def test_a_controller_sees_the_same_promises_and_contributions_as_of_the_host_al
 @pytest.mark.slow
 def test_seeds_in_the_shadow_learn_the_same_beside_a_probe_as_in_a_host_alone() -> None:
     """A portion of the probe with width candidates ends while a seed learns in the second pass."""
-    task, growth = small_task(), GrowthConfig(lifecycle=SHADOW, budget=BUDGET, probe_steps=2)
+    task, growth = small_task(), GrowthConfig(lifecycle=SHADOW, blueprints=PROBED, budget=BUDGET, probe_steps=2)
     script: Script = {0: [germinate("blocks.1", "conv3x3")], 3: [Advance("blocks.1", "")], 6: [Fossilize("blocks.1", "")]}
     (setting,) = host_settings(1, horizon=8)
     fleet, controller = make_fleet([setting], growth, task=task), Curious(script)

@@ -23,7 +23,7 @@ from tests.processes import results_of_ranks
 
 pytestmark = pytest.mark.slow  # they start processes of their own
 
-RANKS, EPOCHS = 2, 9
+RANKS, EPOCHS = 2, 8
 LIVES = {
     0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")],
     1: [Advance("first", "test"), Advance("second", "test")],
@@ -38,6 +38,7 @@ IN_WIDTH = {
     4: [Fossilize("first", "test")],
     6: [Germinate("second", "test", "widen_50")],
 }
+BLUEPRINTS = ("mlp", "low_rank", "widen_50", "widen_100")  # the candidates of the probe, each of which takes as long as some steps
 Lives = dict[int, list[Any]]
 CASES: dict[str, tuple[LifecycleConfig, bool, Lives]] = {
     "joint": (QUICK, False, LIVES),
@@ -50,11 +51,11 @@ CASES: dict[str, tuple[LifecycleConfig, bool, Lives]] = {
 
 
 def whole_data() -> Data:
-    return make_data(4, size=16, dtype=torch.float64)
+    return make_data(2, size=16, dtype=torch.float64)
 
 
 def validation() -> Data:
-    return make_data(3, seed=2, size=12, dtype=torch.float64)
+    return make_data(2, seed=2, size=12, dtype=torch.float64)
 
 
 def train(
@@ -64,7 +65,8 @@ def train(
     host = model.module if isinstance(model, DistributedDataParallel) else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     slotted = add_slots(model, data[0][0][:2], slots=list(SLOTS))
-    grower = Grower(slotted, optimizer, controller=Script(lives, probes=[0, 5]), config=config(lifecycle, probe_steps=2))
+    settings = config(lifecycle, probe_steps=2, blueprints=BLUEPRINTS)
+    grower = Grower(slotted, optimizer, controller=Script(lives, probes=[0, 5]), config=settings)
     grower.begin()
     batches = validation() if val is None else val
 

@@ -237,7 +237,8 @@ def test_a_profiler_that_never_began_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_profiled_learner_prints_the_shares_of_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--num-envs", "4", "--num-steps", "8", "--total-steps", "256", "--hidden-size", "4", "--eval-episodes", "0"]
+    options = {"num-envs": 4, "num-steps": 8, "total-steps": 192, "num-epochs": 1, "hidden-size": 4, "eval-episodes": 0}
+    small = [f"--{name}={value}" for name, value in options.items()]
     assert main(["ppo", "train", "cue", *small, "--run", str(tmp_path / "run"), "--profile", "2"]) == 0
     printed = capsys.readouterr().out
     assert all(part in printed for part in PARTS)

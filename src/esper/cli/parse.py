@@ -11,6 +11,7 @@ import io
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TypeVar, get_type_hints
 
@@ -70,6 +71,7 @@ def take_option(argv: list[str], name: str) -> str | None:
     return None
 
 
+@cache
 def short_names(config_type: type[Config]) -> dict[str, str]:
     """Map last name -> dotted name for the options in nested configs whose last name is unique.
 

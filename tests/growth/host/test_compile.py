@@ -257,6 +257,7 @@ def test_gradients_of_a_compiled_seed_equal_eager_ones() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler itself imports
+@pytest.mark.usefixtures("scalar_inductor")
 def test_the_default_compiler_equals_eager_before_and_after_germination() -> None:
     family = FAMILIES["resnet"]
     batch = family.batch()

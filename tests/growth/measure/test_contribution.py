@@ -816,6 +816,7 @@ def test_candidates_that_a_decision_leaves_out_are_never_built(monkeypatch: pyte
 @pytest.mark.slow
 def test_a_probe_is_resumed_between_any_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promise, "LEAST_PARAMETERS", 0)
+    monkeypatch.setattr(promise, "STEPS_ALONG", 4)  # which take most of the time
 
     def run(stop: int | None) -> dict:
         loop = make_loop(Script(probes=[1]), config(probe_steps=2), dtype=torch.float64)
