@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper.fleet import Fleet, FleetError, HostConfig, TaskTensors
+from esper.fleet import Fleet, FleetConfig, FleetError, HostConfig, TaskTensors
 from esper.fleet.device import Reading
 from esper.fleet.measure import losses_of
 from esper.growth import GrowthError, register_blueprint
@@ -22,7 +22,7 @@ from esper.growth.host.layout import Place
 from esper.growth.lifecycle.stages import Advance, Decision, Fossilize, Germinate, Stage
 from esper.growth.seeds import blueprints
 from esper.runs import Event
-from esper.tasks import ConvHost, Split, shuffled_order
+from esper.tasks import ConvHost, Split, load_task, shuffled_order
 from esper.tasks.gpt_host import GPTHost
 from tests.fleet.builders import (
     BATCH,
@@ -476,3 +476,15 @@ def test_validation_runs_in_inference_mode() -> None:
     losses = losses_of(fleet.stacked_model(range(2)), fleet.samples)
     assert losses.is_inference()
     fleet.advance()  # and nothing of it is in the way of training
+
+
+def test_a_host_knows_how_many_samples_it_has_where_a_decision_is_not_one_pass_through_them() -> None:
+    task = load_task("digits")
+    whole, few = HostConfig(), HostConfig(data_share=0.25)
+    for steps, rows in ((None, [None, round(0.25 * len(task.train))]), (5, [len(task.train), round(0.25 * len(task.train))])):
+        fleet = Fleet(task, task.maker("conv-2x1"), hosts=2, config=FleetConfig(steps_per_decision=steps))
+        fleet.reset({0: whole, 1: few})
+        assert [fleet.state(row).training_samples for row in range(2)] == rows
+        fleet.advance()
+        per_decision = 64 * (steps or len(task.train) // 64)
+        assert [fleet.state(row).samples for row in range(2)] == [per_decision if rows[0] is None else rows[0], rows[1]]

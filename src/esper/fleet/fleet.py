@@ -241,11 +241,23 @@ class Fleet:
             if not storage.place.earlier:
                 RowBackend(storage.place, self._open_slot, row, backends)
         growth = msgspec.structs.replace(self.growth, rent=setting.rent, seed=setting.growth_seed)
-        scale = LossRange.of(self.task.uninformed_loss, loss_range=growth.loss_range)
-        host_growth = HostGrowth(backends, growth, host=self.discovery.host, load=self.discovery.load, epochs=setting.horizon, scale=scale)
+        host_growth = HostGrowth(
+            backends,
+            growth,
+            host=self.discovery.host,
+            load=self.discovery.load,
+            epochs=setting.horizon,
+            samples=self._samples_unless_one_pass(row),
+            scale=LossRange.of(self.task.uninformed_loss, loss_range=growth.loss_range),
+        )
         recovery = RowRecovery(row, host_growth.lifecycles, host_growth.governor, self._pending, self.growth.governor.keep)
         best_states = RowBestStates(row, host_growth.ledger, self._pending_best) if self.config.keep == "best" else None
         return Host(setting, host_growth, recovery, best_states)
+
+    def _samples_unless_one_pass(self, row: int) -> int | None:
+        """Return the number of training samples of a host; None if it sees each of them once between two decisions."""
+        samples = len(self.data.orders[row].chosen)
+        return None if self.steps_per_decision == max(samples // self.config.batch_size, 1) else samples
 
     def _open_slot(self, place: Place) -> SeedStorage:
         """Return the storage of the slot at a place. Make it if it is the first slot of any host that opens there behind a kept seed."""

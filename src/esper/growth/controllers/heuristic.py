@@ -218,9 +218,9 @@ def starvation(state: GrowthState, rules: HeuristicConfig) -> Starvation:
         return Starvation(False, f"{is_now}, below {rules.high_loss:.0%} of the uninformed loss, {figure(scale.uninformed, 2)}")
     if overfits(state, rules):
         return Starvation(False, f"it overfits: validation loss {figure(val, 3)}, training loss {figure(train, 3)}")
-    end, samples = projected_end(state), state.samples_per_epoch
+    end, samples = projected_end(state), state.samples
     if samples is not None and (needed := samples_for_host(state, NOTHING, rules)) > samples:
-        return Starvation(False, f"{is_now}, and by its projected end, {figure(end, 3)}, it needs {needed:,.0f} samples per epoch")
+        return Starvation(False, f"{is_now}, and by its projected end, {figure(end, 3)}, it needs {needed:,.0f} samples")
     if scale.relative(end) > rules.projected_loss:
         return Starvation(True, f"{is_now} and going to end at about {figure(end, 3)}")
     if samples and state.host_load < samples:
@@ -367,7 +367,7 @@ def _row_of(slot: SlotState) -> set[str]:
 
 def never_grown(state: GrowthState, rules: HeuristicConfig) -> frozenset[tuple[str, str]]:
     """Return the (slot, blueprint) of candidates that even a loss of `HOPEFUL_END` would leave without enough data. They are not probed."""
-    samples, scale = state.samples_per_epoch, state.scale
+    samples, scale = state.samples, state.scale
     if samples is None or scale is None:
         return frozenset()
     return frozenset(
@@ -476,21 +476,21 @@ def _objection(slot: SlotState, candidate: Candidate, state: GrowthState, rules:
         return f"its {candidate.cost.parameters:,} weights are too few to matter; {math.ceil(least):,} are the least"
     if state.added.flops and beside.flops + candidate.cost.flops > state.host_cost.flops + state.added.flops:
         return "it would more than double the FLOPs, which only a first step may"
-    if state.samples_per_epoch is None:
+    if state.samples is None:
         return None
     needed = samples_for_host(state, total([candidate.cost, beside]), rules) / rules.overshoot
-    if needed > state.samples_per_epoch:
-        return f"too few data: with it the host needs {needed:,.0f} samples per epoch"
+    if needed > state.samples:
+        return f"too few data: with it the host needs {needed:,.0f} samples"
     if not candidate.widened:
         is_at_the_end = slot.place.flops_behind < LITTLE_BEHIND * state.host_cost.flops
         needed = candidate.load * (rules.evidence_at_the_end if is_at_the_end else rules.evidence)
-        if needed > state.samples_per_epoch:
-            return f"too few data: its weights need {needed:,.0f} samples per epoch"
+        if needed > state.samples:
+            return f"too few data: its weights need {needed:,.0f} samples"
     return None
 
 
 def samples_for_host(state: GrowthState, new: Cost, rules: HeuristicConfig, *, relative_end: float | None = None) -> float:
-    """Return the samples per epoch that a host with new seeds of this cost needs.
+    """Return the number of training samples that a host with new seeds of this cost needs.
 
     `relative_end` is the loss that it ends with, relative to the uninformed one; by default the projected one.
 

@@ -279,8 +279,8 @@ class HostGrowth(Generic[AnyBackend]):
     """State and rules of growing one host, epoch by epoch.
 
     `host` (its cost) and `load` come from the discovery of the host; `epochs` is the planned length of the training, None if unknown.
-    `scale` makes losses comparable. Without it and without `config.governor.uninformed_loss`, the mean training loss of the first epoch
-    becomes the uninformed loss.
+    `samples` is the number of training samples, where an epoch is not one pass through them. `scale` makes losses comparable. Without it
+    and without `config.governor.uninformed_loss`, the mean training loss of the first epoch becomes the uninformed loss.
     """
 
     def __init__(
@@ -291,9 +291,10 @@ class HostGrowth(Generic[AnyBackend]):
         host: Cost,
         load: float,
         epochs: int | None,
+        samples: int | None = None,
         scale: LossRange | None = None,
     ) -> None:
-        self.config, self.epochs, self.load = config, epochs, load
+        self.config, self.epochs, self.load, self.samples = config, epochs, load, samples
         self.ledger = Ledger(entries=[], refused=[], rollbacks=[])
         self.history = History(config.governor.checks_per_epoch)
         self.lifecycles: SlotLifecycles[AnyBackend] = SlotLifecycles(
@@ -355,6 +356,7 @@ class HostGrowth(Generic[AnyBackend]):
             samples_per_epoch=self.history.samples,
             host_load=self.load,
             rent=self.config.rent,
+            training_samples=self.samples,
         )
 
     def carry_out(self, decision: Decision, *, by: str) -> None:

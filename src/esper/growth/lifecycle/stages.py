@@ -152,6 +152,12 @@ class GrowthState:
     samples_per_epoch: int | None = None  # None: the grower was not told
     host_load: float = 0.0  # Σ over layers of weights / positions that share them
     rent: RentConfig = field(default_factory=RentConfig)  # the price level
+    training_samples: int | None = None  # in the training data; None: unknown, so that an epoch is taken for one pass through them
+
+    @property
+    def samples(self) -> int | None:
+        """Number of different training samples, as far as it is known."""
+        return self.samples_per_epoch if self.training_samples is None else self.training_samples
 
     @property
     def uninformed_loss(self) -> float | None:
