@@ -31,6 +31,7 @@ import torch
 from esper.controller.config import RENT_LEVELS, CompareConfig
 from esper.controller.domain import training_seeds
 from esper.controller.evaluation import EvalCase, EvalRun, EvalSetting, run_cases
+from esper.controller.layout import growth_in_depth
 from esper.controller.learned import load_controller
 from esper.devices import find_device, threads
 from esper.fleet.config import HostConfig
@@ -67,7 +68,7 @@ def compare(config: CompareConfig, load: Callable[[str], Task], *, on_progress: 
             task = load(name)
             tensors = TaskTensors.of(task, device=device, dtype=dtype)
             for host in config.hosts:
-                eval_setting = EvalSetting(task, host, tensors, config.fleet, config.growth, device, config.rows)
+                eval_setting = EvalSetting(task, host, tensors, config.fleet, growth_in_depth(config.growth), device, config.rows)
                 setting_runs = _SettingRuns(config, eval_setting, on_progress)
                 runs += setting_runs.run() + (setting_runs.sweep() if host == config.hosts[0] else [])
                 schedules |= {f"{name} {host} {level}": plan for level, plan in setting_runs.chosen.items()}

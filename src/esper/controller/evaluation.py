@@ -14,7 +14,6 @@ import msgspec
 import torch
 
 from esper.controller.fleet_with_twins import with_finite_losses
-from esper.controller.layout import growth_in_depth
 from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.data import TaskTensors
 from esper.fleet.fleet import Fleet
@@ -92,7 +91,7 @@ def _run_in_one_fleet(eval_setting: EvalSetting, cases: Sequence[EvalCase], on_p
         eval_setting.task,
         eval_setting.task.maker(eval_setting.host),
         hosts=len(cases),
-        growth=growth_in_depth(eval_setting.growth),
+        growth=eval_setting.growth,
         config=eval_setting.fleet,
         device=eval_setting.device,
         tensors=eval_setting.tensors,

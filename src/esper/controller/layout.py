@@ -68,7 +68,7 @@ OPS = tuple(op.name.lower() for op in Op)
 def _version() -> str:
     """Return the version of the layout, with a hash of all tables."""
     tables = "\n".join(table.description() for table in (HOST, SLOT, CANDIDATE))
-    return "4-" + hashlib.sha256(f"{tables}\n{list(Op)}\n{ALPHA_TARGETS}".encode()).hexdigest()[:8]
+    return "5-" + hashlib.sha256(f"{tables}\n{list(Op)}\n{ALPHA_TARGETS}".encode()).hexdigest()[:8]
 
 
 # Raise the number before the dash when a feature changes its meaning but not its description. Other changes alter the hash behind it.

@@ -1,0 +1,166 @@
+"""Cells: kinds of data, host and training. A controller is worth having where it treats different cells differently.
+
+    cell = draw_cell(CellDomain(), number=0, seed=0)
+    task = cell.task(load_task)                  # its classes and label noise
+    settings = [cell.host_config(seed) for seed in range(16)]
+
+All hosts of a cell can be rows of one fleet. They differ in their first weights, in the samples they see and in the order of these. A name
+that is left out of a `CellDomain` is held out: its cells are never drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from esper.config import Config, ConfigError, Count, Fraction, NonNegativeInt, PositiveFloat, PositiveInt
+from esper.fleet.config import FleetConfig, HostConfig
+from esper.growth.config import RentConfig
+from esper.rng import Streams
+from esper.tasks import Task
+from esper.tasks.teacher import PART_SIZES, make_teacher_task
+
+Family = Literal["conv", "residual", "mlp", "gpt"]
+Optimizer = Literal["adamw", "sgd"]
+Schedule = Literal["none", "cosine"]
+
+TEACHERS = tuple(f"conv-{width}x{blocks}" for width in (2, 4, 8) for blocks in (1, 2, 3))  # from easy to hard, about
+FULL_TEACHER = "conv-8x2"
+SOURCES_OF_TOKENS = ("text",)
+MOST_MLP_BLOCKS = 4  # without norms, a deeper one hardly learns
+LEARNING_RATES: dict[Optimizer, tuple[float, float]] = {"adamw": (0.001, 0.02), "sgd": (0.01, 0.2)}  # log-uniform between these
+
+
+class Cell(Config):
+    """A kind of data, a kind of host, and how it is trained."""
+
+    source: str = "digits"  # name of a task
+    host: str = "conv-4x3"  # family, width and blocks
+    samples: Count | None = None  # training samples that a host sees; None: all
+    classes: Count | None = None  # None: all
+    label_noise: Fraction = 0.0  # share of wrong labels, in all parts of the data
+    teacher: str = FULL_TEACHER  # network that labels the data of the source "teacher"
+    data_seed: NonNegativeInt = 0  # of the teacher, the choice of classes and the wrong labels
+    optimizer: Optimizer = "adamw"
+    learning_rate: PositiveFloat = 0.01
+    schedule: Schedule = "cosine"
+    batch_size: Count = 64
+    steps_per_decision: PositiveInt = 20
+    horizon: PositiveInt = 16  # decisions
+
+    @property
+    def family(self) -> str:
+        return self.host.partition("-")[0]
+
+    @property
+    def samples_of_a_life(self) -> int:
+        return self.batch_size * self.steps_per_decision * self.horizon
+
+    def task(self, load: Callable[[str], Task]) -> Task:
+        """Return the data of the cell; `load` returns a task by its name."""
+        if self.source == "teacher":
+            classes = self.classes or 10
+            task = make_teacher_task(self.teacher, classes=classes, samples=PART_SIZES, data_seed=self.data_seed)
+        else:
+            task = load(self.source)
+            if self.classes is not None and self.classes < task.num_classes:
+                task = task.with_classes(self.classes, seed=self.data_seed)
+        return task.with_label_noise(self.label_noise, seed=self.data_seed) if self.label_noise else task
+
+    def fleet(self, config: FleetConfig) -> FleetConfig:
+        """Return the settings of a fleet of this cell. Every host keeps its best validation state."""
+        return msgspec.structs.replace(
+            config,
+            batch_size=self.batch_size,
+            steps_per_decision=self.steps_per_decision,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            keep="best",
+        )
+
+    def host_config(self, seed: int, task: Task, *, rent: RentConfig, growth_seed: int = 0) -> HostConfig:
+        share = 1.0 if self.samples is None else min(self.samples / len(task.train), 1.0)
+        return HostConfig(
+            seed=seed, growth_seed=growth_seed, horizon=self.horizon, learning_rate=self.learning_rate, data_share=share, rent=rent
+        )
+
+
+class CellDomain(Config):
+    """Ranges that cells are drawn from, [least, most], log-uniform unless noted. Names and numbers outside them are held out."""
+
+    sources: tuple[str, ...] = ("digits", "digits-1d", "text", "teacher")
+    families: tuple[Family, ...] = ("conv", "residual", "mlp", "gpt")
+    width: tuple[PositiveInt, PositiveInt] = (2, 32)  # of the first block
+    blocks: tuple[PositiveInt, PositiveInt] = (1, 8)
+    samples: tuple[Count, Count] = (256, 4_096)
+    classes: tuple[Count, Count] = (2, 10)  # uniform
+    label_noise: tuple[Fraction, Fraction] = (0.0, 0.5)  # uniform
+    clean_share: Fraction = 0.5  # of the cells without wrong labels
+    optimizers: tuple[Optimizer, ...] = ("adamw", "sgd")
+    schedules: tuple[Schedule, ...] = ("cosine", "none")
+    batch_size: tuple[Count, Count] = (32, 128)
+    horizon: tuple[PositiveInt, PositiveInt] = (8, 32)  # decisions
+    samples_of_a_life: tuple[PositiveInt, PositiveInt] = (40_000, 300_000)  # of a whole training; the steps between decisions follow
+
+    def check(self) -> None:
+        for name in ("sources", "families", "optimizers", "schedules"):
+            given = getattr(self, name)
+            if not given or len(set(given)) < len(given):
+                raise ConfigError(name, expected="names, at least one and each once", got=given)
+        for name in ("width", "blocks", "samples", "classes", "label_noise", "batch_size", "horizon", "samples_of_a_life"):
+            least, most = getattr(self, name)
+            if least > most:
+                raise ConfigError(name, expected="a range, the smaller number first", got=(least, most))
+        for source in self.sources:
+            if not self.families_for(source):
+                raise ConfigError("families", expected=f"one that can read {source}", got=self.families)
+
+    def families_for(self, source: str) -> list[Family]:
+        """Return the families that can read the inputs of a source: a gpt reads tokens, all others values."""
+        return [family for family in self.families if (family == "gpt") == (source in SOURCES_OF_TOKENS)]
+
+
+def draw_cell(domain: CellDomain, *, number: int, seed: int) -> Cell:
+    """Draw a cell. Sources take turns; everything else is random, and depends only on the seed, the number and the domain."""
+    rng = Streams(seed).numpy(f"cell {number}")
+    source = domain.sources[number % len(domain.sources)]
+    families = domain.families_for(source)
+    family = families[rng.integers(len(families))]
+    is_text, is_clean = source in SOURCES_OF_TOKENS, rng.random() < domain.clean_share
+    optimizer = domain.optimizers[rng.integers(len(domain.optimizers))]
+    if is_text and "adamw" in domain.optimizers:
+        optimizer = "adamw"  # small transformers hardly learn with sgd
+    batch, horizon, samples = (_draw_integer(rng, *span) for span in (domain.batch_size, domain.horizon, domain.samples_of_a_life))
+    width, blocks = _draw_integer(rng, *domain.width), _draw_integer(rng, *domain.blocks)
+    if family == "mlp":
+        blocks = min(blocks, max(MOST_MLP_BLOCKS, domain.blocks[0]))
+    classes, noise = int(rng.integers(*domain.classes, endpoint=True)), float(rng.uniform(*domain.label_noise))
+    cell = Cell(
+        source=source,
+        host=f"{family}-{8 * math.ceil(width / 8) if is_text else width}x{blocks}",  # a gpt of fewer features learns next to nothing
+        samples=_draw_integer(rng, *domain.samples),
+        classes=None if is_text else classes,
+        label_noise=0.0 if is_clean else round(noise, 3),
+        teacher=TEACHERS[rng.integers(len(TEACHERS))],
+        data_seed=int(rng.integers(2**31)),
+        optimizer=optimizer,
+        learning_rate=float(f"{_draw(rng, *LEARNING_RATES[optimizer]):.3g}"),
+        schedule=domain.schedules[rng.integers(len(domain.schedules))],
+        batch_size=batch,
+        steps_per_decision=max(samples // (batch * horizon), 1),
+        horizon=horizon,
+    )
+    return cell if source == "teacher" else msgspec.structs.replace(cell, teacher=FULL_TEACHER)
+
+
+def _draw(rng: np.random.Generator, low: float, high: float) -> float:
+    return math.exp(rng.uniform(math.log(low), math.log(high)))
+
+
+def _draw_integer(rng: np.random.Generator, low: int, high: int) -> int:
+    """Draw log-uniformly from low to high, both included."""
+    return min(int(_draw(rng, low, high + 1)), high)

@@ -1,0 +1,259 @@
+"""The value of growing: a regression of what a choice gains in the end, fitted to hosts that grew at random.
+
+    records = Records()                               # filled by RandomPlan(record=...), see `Recorder`
+    model = fit(records, seed=0)
+    controller = ValueController(model)               # grows what is worth more than its rent, by the model
+
+For a state of a host and a choice (a slot and a blueprint, or to grow nothing more) the model predicts two figures for the end of the
+training: the gain over the twin, which never grows, in units of the loss scale; and the size, the rent at a price of 1. Both are means over
+a random continuation: after the choice, the hosts of the data went on to grow at random. So the value of a choice is gain - price × size,
+at any price of the host's rent. The members of an ensemble are fitted to different cells; their spread is the uncertainty.
+
+Features that depend on the rent are left out, because the data do not depend on it either.
+
+Shapes: M = records, F = features, E = members of the ensemble.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from esper.controller.features import CANDIDATE, HOST, SLOT, ObservedCandidate, ObservedHost, ObservedSlot
+from esper.controller.layout import OPS
+from esper.controller.plans import Choice, choices
+from esper.growth.config import RentConfig
+from esper.growth.controllers.baselines import see_through
+from esper.growth.lifecycle.stages import Action, Cost, Decision, Germinate, GrowthState
+from esper.growth.measure.contribution import rent_of, total
+from esper.rng import Streams
+
+Vector = NDArray[np.float32]
+
+PRICES = RentConfig(parameters=1.0, flops=0.3)  # the rent of a size of 1; a host's rent is a multiple of it
+MEMBERS, WIDTH = 8, 64
+LEAST_SPREAD = 0.01  # of a gain, in units; below it the likelihood would be dominated by a few exact records
+
+
+def size_of(added: Cost, host: Cost) -> float:
+    """Return the size of what was added, the rent at a price of 1."""
+    return rent_of(added, host, PRICES)
+
+
+# Features
+
+
+def _kept_columns() -> NDArray[np.bool_]:
+    names = [
+        f"{part} {feature.name}" for part, table in (("host", HOST), ("slot", SLOT), ("candidate", CANDIDATE)) for feature in table.features
+    ]
+    return np.array(["rent" not in name and not name.startswith("slot may_") for name in names])
+
+
+_COLUMNS = _kept_columns()
+FEATURES = int(_COLUMNS.sum()) + 1  # the last one says that something grows
+
+
+def describe(state: GrowthState, options: Sequence[Choice | None]) -> Vector:
+    """Return the features [options, F] of these choices in a state; None stands for growing nothing more."""
+    host = HOST.scaled(np.array([HOST.values(ObservedHost(state))], dtype=float))
+    rows = []
+    of_slots: dict[str, Vector] = {}
+    for option in options:
+        slot_part, candidate_part = np.zeros((1, SLOT.width), np.float32), np.zeros((1, CANDIDATE.width), np.float32)
+        if option is not None:
+            slot, candidate = option
+            if slot.place.name not in of_slots:
+                view = ObservedSlot(state, slot, dict.fromkeys(OPS, False))
+                of_slots[slot.place.name] = SLOT.scaled(np.array([SLOT.values(view)], dtype=float))
+            slot_part = of_slots[slot.place.name]
+            seen = ObservedCandidate(state, slot, candidate.blueprint, candidate, True)
+            candidate_part = CANDIDATE.scaled(np.array([CANDIDATE.values(seen)], dtype=float))
+        whole = np.concatenate([host, slot_part, candidate_part], axis=1)[:, _COLUMNS]
+        rows.append(np.append(whole[0], np.float32(option is not None)))
+    return np.stack(rows)
+
+
+def sizes_after(state: GrowthState, options: Sequence[Choice | None]) -> list[float]:
+    """Return the size of all that is added to the host, with each of the choices."""
+    costs = [Cost(0, 0) if option is None else option[1].cost for option in options]
+    return [size_of(total([state.added, cost]), state.host_cost) for cost in costs]
+
+
+# Data
+
+
+@dataclass
+class Recorder:
+    """Records the choices of one host; it is the `record` of a `RandomPlan`."""
+
+    features: list[Vector] = field(default_factory=list)
+    sizes: list[float] = field(default_factory=list)  # with the choice
+
+    def __call__(self, state: GrowthState, choice: Choice | None) -> None:
+        self.features.append(describe(state, [choice])[0])
+        self.sizes += sizes_after(state, [choice])
+
+
+@dataclass
+class Records:
+    """The choices of many hosts, with what came of them."""
+
+    features: list[Vector] = field(default_factory=list)
+    cells: list[int] = field(default_factory=list)  # number of the cell; members of the ensemble are fitted to different cells
+    sizes: list[float] = field(default_factory=list)  # right after the choice
+    gains: list[float] = field(default_factory=list)  # at the end, in units
+    end_sizes: list[float] = field(default_factory=list)  # at the end
+
+    def add(self, recorder: Recorder, *, cell: int, gain: float, end_size: float) -> None:
+        count = len(recorder.sizes)
+        self.features += recorder.features
+        self.sizes += recorder.sizes
+        self.cells += [cell] * count
+        self.gains += [gain] * count
+        self.end_sizes += [end_size] * count
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+# Model
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a choice comes to, by all members of an ensemble."""
+
+    gain: Tensor  # [E, M]
+    size: Tensor  # [E, M]
+    spread: Tensor  # standard deviation of the gain of one host around its mean [E, M]
+
+    def value(self, price: float) -> Tensor:
+        """Return gain - price × size [E, M]."""
+        return self.gain - price * self.size
+
+
+class ValueModel(nn.Module):
+    """Ensemble of small networks, computed as one."""
+
+    mean: Tensor
+    deviation: Tensor
+    gain_scale: Tensor
+
+    def __init__(
+        self, *, features: int = FEATURES, width: int = WIDTH, members: int = MEMBERS, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__()
+        sizes = [features, width, width, 3]
+        self.weights = nn.ParameterList(
+            torch.randn(members, before, after, generator=generator) * math.sqrt((2.0 if number else 1.0) / before)
+            for number, (before, after) in enumerate(pairwise(sizes))
+        )
+        with torch.no_grad():
+            self.weights[-1] *= 0.1
+        self.biases = nn.ParameterList(torch.zeros(members, 1, after) for after in sizes[1:])
+        self.register_buffer("mean", torch.zeros(features))
+        self.register_buffer("deviation", torch.ones(features))
+        self.register_buffer("gain_scale", torch.ones(()))
+
+    def forward(self, features: Tensor, sizes: Tensor) -> Prediction:
+        """Predict for features [M, F] of choices, after which the host has these sizes [M]."""
+        hidden = ((features - self.mean) / self.deviation).clamp(-5, 5).expand(len(self.weights[0]), -1, -1)
+        for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            hidden = torch.baddbmm(bias, hidden, weight)
+            if number < len(self.weights) - 1:
+                hidden = F.silu(hidden)
+        gain, spread, more = hidden.unbind(dim=2)
+        scale = self.gain_scale
+        return Prediction(scale * gain, sizes + F.softplus(more - 1), scale * F.softplus(spread) + LEAST_SPREAD)
+
+
+def fit(
+    records: Records,
+    *,
+    seed: int,
+    steps: int = 600,
+    learning_rate: float = 3e-3,
+    weight_decay: float = 0.3,
+    device: torch.device | str = "cpu",
+) -> ValueModel:
+    """Fit a model. Every member sees the cells of a bootstrap sample, by a likelihood of the gains and the squared error of the sizes."""
+    streams = Streams(seed)
+    model = ValueModel(generator=streams.torch("weights")).to(device)
+    features = torch.from_numpy(np.stack(records.features)).to(device)
+    sizes, gains, ends = (torch.tensor(values, device=device).float() for values in (records.sizes, records.gains, records.end_sizes))
+    with torch.no_grad():
+        model.mean.copy_(features.mean(0))
+        model.deviation.copy_(features.std(0).clamp(min=0.05))
+        model.gain_scale.copy_(gains.abs().mean().clamp(min=1e-3))
+    weights = _bootstrap_weights(records.cells, streams.numpy("bootstrap")).to(device)  # [E, M]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+    for _ in range(steps):
+        found = model(features, sizes)
+        # A Student distribution with four degrees of freedom, because single trainings fail.
+        error = ((gains - found.gain) / found.spread).square()
+        loss = found.spread.log() + 2.5 * torch.log1p(error / 4) + 0.1 * (ends - found.size).square()
+        optimizer.zero_grad()
+        (weights * loss).sum().backward()
+        optimizer.step()
+        schedule.step()
+    return model.cpu().eval()
+
+
+def _bootstrap_weights(cells: Sequence[int], rng: np.random.Generator) -> Tensor:
+    """Return the weight of every record for every member [E, M], with a sum of 1 each. All records of a cell are drawn together."""
+    names, of_record = np.unique(cells, return_inverse=True)
+    counts = np.stack([np.bincount(rng.integers(len(names), size=len(names)), minlength=len(names)) for _ in range(MEMBERS)])
+    weights = torch.from_numpy(counts[:, of_record].astype(np.float32))
+    return weights / weights.sum(dim=1, keepdim=True)
+
+
+# Deciding
+
+
+class ValueController:
+    """Grows the choice with the highest value, if it is above that of growing nothing more by `caution` standard deviations of the members.
+
+    It decides from the second decision on, when there are losses and the estimates of a probe, up to `until` of the training.
+    """
+
+    name = "value"
+
+    def __init__(self, model: ValueModel, *, caution: float = 0.5, until: float = 0.6) -> None:
+        self.model, self.caution, self.until = model, caution, until
+
+    def decide(self, state: GrowthState) -> Decision:
+        options = choices(state)
+        is_early = state.epochs is None or state.epoch <= max(self.until * state.epochs, 1)
+        grown, why = self._grow(state, options) if options and is_early and state.epoch > 0 else ([], "")
+        actions = (*grown, *see_through(state, {action.slot for action in grown}))
+        return Decision(actions, why, probe=is_early and bool(options))
+
+    def _grow(self, state: GrowthState, options: Sequence[Choice]) -> tuple[list[Action], str]:
+        everything = [None, *options]
+        with torch.no_grad():
+            features, sizes = torch.from_numpy(describe(state, everything)), torch.tensor(sizes_after(state, everything))
+            found = self.model(features, sizes)
+        price = state.rent.parameters
+        ahead = found.value(price)[:, 1:] - found.value(price)[:, :1]  # of growing nothing more [E, options]
+        score = ahead.mean(0) - self.caution * ahead.std(0)
+        best = int(score.argmax())
+        (slot, candidate), gain = options[best], float(found.gain[:, 1 + best].mean())
+        why = f"expected to end {gain:.3g} ahead of never growing, and {float(ahead.mean(0)[best]):.3g} ahead of growing nothing more"
+        return ([Germinate(slot.place.name, why, candidate.blueprint)], why) if score[best] > 0 else ([], f"grows nothing: best {why}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass

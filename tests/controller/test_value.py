@@ -1,0 +1,193 @@
+"""Plans that look at nothing, and the value model that is fitted to hosts which grew at random."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from esper.controller.cells import Cell
+from esper.controller.evaluation import EvalCase, EvalRun, EvalSetting, run_cases
+from esper.controller.plans import BLUEPRINTS, CONSTANT_PLANS, Choice, ConstantPlan, RandomPlan, deep_choices, wide_choices
+from esper.controller.value import Recorder, Records, ValueController, ValueModel, describe, fit, size_of, sizes_after
+from esper.fleet.config import FleetConfig
+from esper.fleet.data import TaskTensors
+from esper.growth.config import BudgetConfig, GrowthConfig, RentConfig
+from esper.growth.controllers.baselines import Never
+from esper.growth.lifecycle.stages import Candidate, Controller, Cost, Germinate, GrowthState
+from esper.tasks import load_task
+from tests.controller.hosts import SMALL, slot, state
+
+load = cache(load_task)
+CELL = Cell(source="digits", host="conv-4x2", samples=300, classes=3, batch_size=16, steps_per_decision=16, horizon=8)
+FREE = RentConfig(parameters=0.0, flops=0.0)
+
+
+def wide(*layers: str, name: str = "widen_100", **fields: object) -> Candidate:
+    return replace(Candidate(name, Cost(2_000, 100_000), rent=0.07, promise=0.002, load=20.0, widened=layers), **fields)  # type: ignore[arg-type]
+
+
+def train(*controllers: Controller) -> list[EvalRun]:
+    """Train a host of the cell under each of the controllers, in one fleet."""
+    task = CELL.task(load)
+    growth = GrowthConfig(blueprints=BLUEPRINTS, budget=BudgetConfig(max_seeds_per_place=2))
+    tensors = TaskTensors.of(task, device=torch.device("cpu"), dtype=torch.float32)
+    setting = EvalSetting(task, CELL.host, tensors, CELL.fleet(FleetConfig()), growth, torch.device("cpu"), rows=len(controllers))
+    cases = [EvalCase(str(number), CELL.host_config(3, task, rent=FREE), one) for number, one in enumerate(controllers)]
+    return run_cases(setting, cases)
+
+
+# Plans
+
+
+def test_every_row_of_layers_is_widened_once_and_the_longest_first() -> None:
+    now = state(slot("a", candidates=(wide("x"),)), slot("b", candidates=(wide("x", "y"),)), slot("c", candidates=(wide("z"), SMALL)))
+    assert [one.place.name for one, _ in wide_choices(now, "widen_100")] == ["b", "c"]
+    assert wide_choices(now, "widen_300") == []
+
+
+def test_branches_are_of_the_preferred_kind() -> None:
+    both = (Candidate("conv3x3", SMALL.cost, 0.0), Candidate("double_conv3x3", SMALL.cost, 0.0))
+    now = state(slot("a", candidates=both), slot("b", candidates=both[:1]), slot("c", candidates=(SMALL,)))
+    assert [(one.place.name, candidate.blueprint) for one, candidate in deep_choices(now)] == [("a", "double_conv3x3"), ("b", "conv3x3")]
+
+
+def test_constant_plans_grow_what_their_names_say_at_their_time_and_differ() -> None:
+    assert len({plan.name for plan in CONSTANT_PLANS}) == len(CONSTANT_PLANS)
+    plan = ConstantPlan("widen_100", at=0.25)
+    now = state(slot("a", candidates=(wide("x"), SMALL)), epochs=20)
+    grown = {epoch: plan.decide(replace(now, epoch=epoch)).actions for epoch in range(8)}
+    assert [epoch for epoch, actions in grown.items() if actions] == [5]
+    assert grown[5] == (Germinate("a", "planned: widen_100 at 0.25", "widen_100"),)
+
+
+def test_a_random_plan_repeats_itself_and_records_every_choice() -> None:
+    def follow(seed: int) -> tuple[list[list[str]], list[str | None]]:
+        recorded: list[str | None] = []
+        plan = RandomPlan(seed, lambda now, choice: recorded.append(None if choice is None else choice[1].blueprint))
+        now = state(slot("a", candidates=(wide("x"), SMALL)), epochs=20)
+        decisions = [plan.decide(replace(now, epoch=epoch)) for epoch in range(20)]
+        return [[action.blueprint for action in one.actions if isinstance(action, Germinate)] for one in decisions], recorded
+
+    plans = {seed: follow(seed) for seed in range(60)}
+    assert all(follow(seed) == plans[seed] for seed in range(5))
+    grown = [[name for names in decisions for name in names] for decisions, _ in plans.values()]
+    assert {len(names) for names in grown} == {0, 1, 2, 3}
+    assert 0.3 < np.mean([name == "widen_100" for names in grown for name in names]) < 0.7
+    assert all(recorded[: len(names)] == names for names, (_, recorded) in zip(grown, plans.values(), strict=True))
+    assert all(set(recorded[len(names) :]) <= {None} for names, (_, recorded) in zip(grown, plans.values(), strict=True))
+
+
+@pytest.mark.slow
+def test_a_candidate_is_probed_before_a_random_plan_chooses_it() -> None:
+    seen: list[bool] = []
+
+    def record(now: GrowthState, choice: Choice | None) -> None:
+        if choice is not None:
+            seen.append(choice[1].promise is not None)
+
+    train(*(RandomPlan(seed, record) for seed in range(2)))
+    assert len(seen) > 1
+    assert all(seen)
+
+
+# Records
+
+
+def test_features_of_a_choice_do_not_depend_on_the_rent() -> None:
+    now = state(slot("a", candidates=(wide("x"), SMALL)))
+    options = [None, *((now.slots[0], candidate) for candidate in now.slots[0].candidates)]
+    dear = replace(now, rent=RentConfig(parameters=9.0, flops=9.0))
+    found = describe(now, options)
+    assert np.array_equal(found, describe(dear, options))
+    assert found[:, -1].tolist() == [0, 1, 1]
+    assert len(np.unique(found, axis=0)) == 3
+    assert np.all(np.abs(found) <= 1.5)
+
+
+def test_the_size_after_a_choice_counts_everything_that_is_added() -> None:
+    now = state(slot("a", candidates=(wide("x"),)), added=Cost(500, 10_000))
+    nothing, grown = sizes_after(now, [None, (now.slots[0], now.slots[0].candidates[0])])
+    assert nothing == size_of(now.added, now.host_cost) > 0
+    assert grown == size_of(Cost(2_500, 110_000), now.host_cost)
+    assert size_of(now.host_cost, now.host_cost) == pytest.approx(1.3 * np.log(2))
+
+
+@pytest.mark.slow
+def test_a_host_that_never_grows_equals_its_twin_and_random_plans_are_recorded() -> None:
+    recorders = [Recorder() for _ in range(3)]
+    runs = train(Never(), Never(), *(RandomPlan(seed, recorder) for seed, recorder in enumerate(recorders)))
+    assert runs[0].val_loss == runs[1].val_loss
+    assert all(len(recorder.features) == len(recorder.sizes) >= run.grown for recorder, run in zip(recorders, runs[2:], strict=True))
+    records = Records()
+    for recorder, run in zip(recorders, runs[2:], strict=True):
+        records.add(recorder, cell=0, gain=runs[0].val_loss - run.val_loss, end_size=1.0)
+    assert len(records) == sum(len(recorder.sizes) for recorder in recorders) == len(records.features) == len(records.gains)
+
+
+# Model
+
+
+def with_data(samples: int, *, price: float = 0.0) -> GrowthState:
+    """Return a state of a host with this many training samples, in which a widening may grow."""
+    rent = RentConfig(parameters=price, flops=0.3 * price)
+    return state(slot("a", candidates=(wide("x"), SMALL)), training_samples=samples, rent=rent, seeds_left=3)
+
+
+@cache
+def taught() -> ValueModel:
+    """Return a model of cells in which a widening gains 0.3 where data are plenty, and loses 0.3 where they are few; SMALL does nothing."""
+    records, rng = Records(), np.random.default_rng(0)
+    for cell in range(40):
+        now = with_data(int(rng.choice([200, 20_000]) * rng.uniform(0.7, 1.4)))
+        gains = (0.0, 0.3 if now.training_samples > 2_000 else -0.3, 0.0)  # type: ignore[operator]
+        for choice, gain in zip([None, *((now.slots[0], one) for one in now.slots[0].candidates)], gains, strict=True):
+            recorder = Recorder()
+            recorder(now, choice)
+            end = recorder.sizes[0] + 0.1
+            records.add(recorder, cell=cell, gain=gain + rng.normal(0, 0.05), end_size=end)
+    return fit(records, seed=0, steps=150)
+
+
+def grown_by(controller: ValueController, now: GrowthState) -> list[str]:
+    return [action.blueprint for action in controller.decide(now).actions if isinstance(action, Germinate)]
+
+
+def test_a_fitted_model_grows_where_growing_gained_and_nowhere_else() -> None:
+    controller = ValueController(taught())
+    assert grown_by(controller, with_data(20_000)) == ["widen_100"]
+    assert grown_by(controller, with_data(200)) == []
+
+
+def test_a_rent_above_the_gain_stops_growth() -> None:
+    # The size of the widening is 1.3 · log 2 = 0.9, so it gains 0.33 per size.
+    assert grown_by(ValueController(taught()), with_data(20_000, price=0.1)) == ["widen_100"]
+    assert grown_by(ValueController(taught()), with_data(20_000, price=0.6)) == []
+
+
+def test_nothing_grows_before_the_first_losses_or_late() -> None:
+    controller, now = ValueController(taught()), with_data(20_000)
+    assert grown_by(controller, replace(now, epoch=0, train_losses=(), val_losses=())) == []
+    assert controller.decide(replace(now, epoch=0, train_losses=(), val_losses=())).probe
+    late = controller.decide(replace(now, epoch=13))
+    assert not late.actions
+    assert not late.probe
+
+
+def test_predictions_are_near_the_truth_with_an_uncertainty_that_covers_it() -> None:
+    now = with_data(20_000)
+    options = [None, (now.slots[0], now.slots[0].candidates[0])]
+    found = taught()(torch.from_numpy(describe(now, options)), torch.tensor(sizes_after(now, options)))
+    assert found.gain.mean(0).tolist() == pytest.approx([0.0, 0.3], abs=0.06)
+    assert found.size.mean(0)[1].item() == pytest.approx(sizes_after(now, options)[1] + 0.1, abs=0.1)
+    assert 0.02 < found.spread.mean() < 0.12
+
+
+@pytest.mark.slow
+def test_a_value_controller_decides_for_a_real_host() -> None:
+    never, run = train(Never(), ValueController(taught()))
+    assert np.isfinite(run.test_loss)
+    assert run.parameters == never.parameters
