@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import esper
 from esper.growth import add_slots
-from esper.growth.config import BudgetConfig, GrowthConfig, GrowthError, LifecycleConfig, SeedOptimizerConfig
+from esper.growth.config import BudgetConfig, GovernorConfig, GrowthConfig, GrowthError, LifecycleConfig, SeedOptimizerConfig
 from esper.growth.lifecycle.stages import Action, Advance, Fossilize, Germinate, Stage
 from esper.growth.seeds.width import WidthSeed
 from tests.growth.builders import QUICK, Loop, MakeOptimizer, Script, adamw, assert_same, make_host, make_loop, plain_losses, sgd
@@ -289,3 +290,21 @@ def test_a_seed_in_the_shadow_does_not_come_between_units_that_others_read() -> 
     loop.host.eval()
     before = outputs(loop.slotted)
     assert torch.allclose(outputs(loop.grower.bake()), before, atol=1e-6)
+
+
+def test_a_rollback_over_the_opening_of_a_slot_closes_it_and_the_training_goes_on() -> None:
+    """The seed in the slot that is closed is to blame, and there is no slot left to put under embargo."""
+    config = settings(governor=GovernorConfig(snapshot_every=3))
+    loop = make_loop(script(PLANS["depth on depth"]), config, host=make_host(dropout=0.0), make_optimizer=adamw)
+    loop.val = loop.data
+    loop.grower.begin()
+    loop.epoch(epochs=AGAIN)
+    assert "first#2" in loop.slotted.slots
+    with torch.no_grad():
+        next(loop.host.parameters()).fill_(math.nan)
+    loop.step(*loop.data[0])
+    assert loop.grower.rollbacks == 1
+    assert list(loop.slotted.slots) == list(loop.grower.lifecycles.backends) == ["first", "second"]
+    assert [(entry.slot, entry.outcome) for entry in loop.grower.ledger.entries] == [("first", "living"), ("first#2", "rolled back")]
+    loop.epoch()
+    assert math.isfinite(loop.grower.history.val_losses[-1])

@@ -500,7 +500,7 @@ class HostGrowth(Generic[AnyBackend]):
                 epoch=self.epoch,
                 to_epoch=to_epoch,
                 reason=reason,
-                embargoed=list(suspects),
+                embargoed=[name for name in suspects if name in self.lifecycles.backends],
                 brought_back=back,
                 steps_lost=steps_lost,
                 seconds_lost=seconds_lost,

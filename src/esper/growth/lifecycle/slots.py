@@ -204,7 +204,10 @@ class SlotLifecycles(Generic[AnyBackend]):
         """After a rollback: prune seed `number`, which was connected when the disaster happened, and put its slot under embargo.
 
         The rollback may have removed the seed already, because it is younger than the snapshot. Then only the ledger and the slot change.
+        It may also have closed the slot, which was opened behind a seed that is on trial again. Then `square_ledger` has done everything.
         """
+        if name not in self.backends:
+            return
         life = self.backends[name].life
         if life.number == number:
             self.prune(name, reason, outcome="rolled back")
