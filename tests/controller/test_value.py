@@ -11,15 +11,17 @@ import torch
 
 from esper.controller.cells import Cell
 from esper.controller.evaluation import EvalCase, EvalRun, EvalSetting, run_cases
-from esper.controller.plans import BLUEPRINTS, CONSTANT_PLANS, Choice, ConstantPlan, RandomPlan, deep_choices, wide_choices
+from esper.controller.plans import BLUEPRINTS, CONSTANT_PLANS, Choice, ConstantPlan, RandomPlan, choices, deep_choices, wide_choices
 from esper.controller.value import Recorder, Records, ValueController, ValueModel, describe, fit, size_of, sizes_after
-from esper.fleet.config import FleetConfig
+from esper.fleet import Fleet
+from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.data import TaskTensors
-from esper.growth.config import BudgetConfig, GrowthConfig, RentConfig
+from esper.growth.config import BudgetConfig, GrowthConfig, LifecycleConfig, RentConfig
 from esper.growth.controllers.baselines import Never
-from esper.growth.lifecycle.stages import Candidate, Controller, Cost, Germinate, GrowthState
+from esper.growth.lifecycle.stages import Candidate, Controller, Cost, Decision, Germinate, GrowthState
 from esper.tasks import load_task
 from tests.controller.hosts import SMALL, slot, state
+from tests.fleet.builders import BATCH, make_host, small_task, train_alone
 
 load = cache(load_task)
 CELL = Cell(source="digits", host="conv-4x2", samples=300, classes=3, batch_size=16, steps_per_decision=16, horizon=8)
@@ -191,3 +193,41 @@ def test_a_value_controller_decides_for_a_real_host() -> None:
     never, run = train(Never(), ValueController(taught()))
     assert np.isfinite(run.test_loss)
     assert run.parameters == never.parameters
+
+
+class Watching:
+    """A random plan, and the features of everything that it could have chosen."""
+
+    name = "random"
+
+    def __init__(self, seed: int) -> None:
+        self.plan, self.seen = RandomPlan(seed), list[np.ndarray]()
+
+    def decide(self, now: GrowthState) -> Decision:
+        self.seen.append(describe(now, [None, *choices(now)]))
+        return self.plan.decide(now)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [3, 22])
+def test_choices_in_width_and_depth_are_described_alike_in_a_fleet_and_in_grow(seed: int) -> None:
+    """Before and after seeds were kept, and slots opened again behind them."""
+    task = small_task()
+    rules = LifecycleConfig(holding_epochs=1, embargo_epochs=1)
+    names = ("norm", "conv3x3", "widen_25", "widen_100")
+    growth = GrowthConfig(lifecycle=rules, blueprints=names, budget=BudgetConfig(max_seeds_per_place=2))
+    config = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
+    setting = HostConfig(seed=3, growth_seed=5, horizon=10, learning_rate=0.01, rent=FREE)
+    alone, in_fleet = Watching(seed), Watching(seed)
+    grown = train_alone(task, setting, growth, config, alone)
+    fleet = Fleet(task, make_host, hosts=1, growth=growth, config=config)
+    fleet.reset({0: setting})
+    rows = [0]
+    while rows:
+        fleet.decide({0: in_fleet.decide(fleet.state(0))})
+        rows = fleet.advance()
+    assert len(alone.seen) == len(in_fleet.seen) == setting.horizon + 1
+    for expected, found in zip(alone.seen, in_fleet.seen, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    assert [entry.outcome for entry in grown.ledger.entries].count("kept") > 1
+    assert any(entry.blueprint.startswith("widen") for entry in grown.ledger.entries)
