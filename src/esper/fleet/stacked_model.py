@@ -278,7 +278,7 @@ def _at_slots(stacked_seeds: Sequence[StackedSeed], places: Iterable[Place], wat
     opened: dict[str, list[str]] = {}  # module -> its slots in order, where there are seeds
     for place in sorted(places, key=lambda place: place.earlier):
         slots = opened.setdefault(place.module, [place.module])
-        slots += [name for name in (place.name, place.again().name) if name not in slots]
+        slots += [name for name in (place.name, place.name_of_next) if name not in slots]
 
     def at(module: str, h: Tensor) -> Tensor:
         for slot in opened.get(module, [module]):

@@ -130,9 +130,14 @@ class Place:
         """Name of the submodule. The name of a slot that is not the first at its place has a number behind it: "layer1#2"."""
         return self.name.rpartition("#")[0] if self.earlier else self.name
 
+    @property
+    def name_of_next(self) -> str:
+        """Name of the slot that opens behind this one."""
+        return f"{self.module}#{self.earlier + 2}"
+
     def again(self) -> Place:
         """Return the next place behind the same submodule."""
-        return replace(self, name=f"{self.module}#{self.earlier + 2}", earlier=self.earlier + 1)
+        return replace(self, name=self.name_of_next, earlier=self.earlier + 1)
 
     @property
     def width(self) -> int:
