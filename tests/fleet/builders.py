@@ -253,12 +253,11 @@ def wide_state(fleet: Fleet, row: int) -> State:
     if model.arrangement is None:
         return fleet.host.rows.state_dict_of(row)
     (part,) = model.arrangement.parts
-    assert part.formation is not None
-    formations = model.arrangement.formations
+    (member,), formations, wide = part.members, model.arrangement.formations, part.leader
     buffers = {name: model.tensors[name] for name in formations.buffers}
-    seeds = [model.stacked_seeds[number].as_wide() for number, _ in part.wide]
-    tensors = part.formation.tensors(formations.layout.flatten(model.tensors), buffers, seeds)
-    return {name: tensor[0] for name, tensor in tensors.items()}
+    seeds = [model.stacked_seeds[number].as_wide() for number, _ in member.wide]
+    flat = wide.flat(formations.layout.flatten(model.tensors), seeds, wide.fill_of(wide))
+    return {name: tensor[0] for name, tensor in {**wide.joined(buffers, seeds, wide), **wide.parameters(flat)}.items()}
 
 
 def assert_row_equals(fleet: Fleet, row: int, grown: esper.Grown, *, atol: float) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from esper.fleet import width
 from esper.fleet.config import FleetConfig
 from esper.fleet.fleet import Fleet
 from esper.fleet.memory import Memory, width_bytes
@@ -101,6 +102,58 @@ def test_a_row_with_a_chain_of_wider_layers_equals_the_same_host_alone() -> None
         [{}, {0: [germinate("blocks.0", "widen_50_chain")], 2: [Fossilize("blocks.0", "")]}], JOINT, horizon=3
     )
     assert [entry.outcome for entry in fleet.rows[1].host_growth.ledger.entries] == ["kept"]
+
+
+def parts_of(fleet: Fleet) -> list[list[int]]:
+    """Return the hosts that are computed together, part by part."""
+    arrangement = fleet.stacked_model(range(fleet.hosts)).arrangement
+    assert arrangement is not None
+    return [sorted(part.hosts) for part in arrangement.parts]
+
+
+def test_hosts_of_different_widths_compute_the_same_together_and_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together, the narrow ones have units of zero. Seeds in depth, and running statistics, are those of their own hosts."""
+    one, two, _ = SLOTS
+    blueprints = [None, (one, "widen_50_chain"), (one, "widen_25"), (two, "conv3x3")]
+    tensors: list[dict[str, torch.Tensor]] = []
+    for work, parts in ((math.inf, [[0, 1, 2, 3]]), (0.0, [[0, 3], [1], [2]])):
+        monkeypatch.setattr(width, "_WORK_OF_A_PART", {False: work})
+        fleet = make_fleet(host_settings(4, horizon=4), GrowthConfig(lifecycle=JOINT, blueprints=BLUEPRINTS, budget=BUDGET))
+        fleet.decide({row: Decision((germinate(*some),)) for row, some in enumerate(blueprints) if some is not None})
+        for _ in range(2):
+            fleet.advance()
+        assert sorted(parts_of(fleet)) == parts
+        tensors.append({name: tensor.clone() for name, tensor in fleet.tensors().items()})
+    together, apart = tensors
+    for name, tensor in together.items():
+        torch.testing.assert_close(tensor, apart[name], rtol=0, atol=1e-12)
+
+
+class Grouped(nn.Module):
+    """A host whose norm has groups of units, so that units of zero would change the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.act = nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU()
+        self.second, self.head = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(torch.relu(self.second(self.act(self.norm(self.first(x))))).mean((2, 3)))
+        return result
+
+
+def make_grouped(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return Grouped().double()
+
+
+@pytest.mark.slow
+def test_hosts_with_groups_of_units_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(width, "_WORK_OF_A_PART", {False: math.inf})
+    assert_rows_equal_hosts_alone([{}, {0: [germinate("act", "widen_50")]}], JOINT, make_host=make_grouped, horizon=3)
+    fleet = make_fleet(host_settings(2), GrowthConfig(lifecycle=JOINT, budget=BUDGET), make_host=make_grouped)
+    fleet.decide({1: Decision((germinate("act", "widen_50"),))})
+    assert sorted(parts_of(fleet)) == [[0], [1]]
 
 
 @pytest.mark.slow

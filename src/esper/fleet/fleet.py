@@ -104,7 +104,8 @@ class Fleet:
         slotted = add_slots(template, tensors.inputs[:2], slots=self.growth.slots)
         self.discovery, self.places = slotted.discovery, {name: slotted.place(name) for name in slotted.slots}
         slotted.remove()
-        formations = Formations(template, list(self.places), self.device)
+        work = 3 * self._part_size * self.discovery.host.flops / max(self.discovery.host.parameters, 1)
+        formations = Formations(template, list(self.places), self.device, work_per_weight=work)
         make, seed_kinds = _optimizer(self.config), seed_kinds_for(self.places, self.growth, formations.modules)
 
         # Check that all hosts fit into memory before anything large is allocated.

@@ -25,7 +25,7 @@ from esper.fleet.device import upload
 from esper.fleet.seed_groups import MakeRowOptimizer, SomeSeeds, StackedSeed, act
 from esper.fleet.stacked.lowering import At, Recompute, Stacked, lower
 from esper.fleet.stacked.rows import Layout, ModuleRows
-from esper.fleet.width import Formation, Formations, WidthKind
+from esper.fleet.width import Fill, Formation, Formations, WidthKind
 from esper.gradients import LossScales, NoLossScales
 from esper.growth.host.layout import Place
 
@@ -115,51 +115,76 @@ class HostGroup:
 
 
 @dataclass(frozen=True)
-class HostPart:
-    """Hosts of a stacked model that have width seeds of the same kinds. Seeds are given by numbers of the model's `StackedSeed`s."""
+class EqualHosts:
+    """Hosts with width seeds of the same kinds. Seeds are given by numbers of the model's `StackedSeed`s."""
 
-    formation: Formation | None  # None: they have no width seeds
+    formation: Formation
     hosts: Sequence[int]  # positions in the stacked model
     index: Tensor | None  # the same on the device; None: all hosts, in order
     wide: Sequence[tuple[int, SomeSeeds]]  # width seeds in the order of their units, one in every host
-    others: Sequence[tuple[int, SomeSeeds]]
 
     @classmethod
     def of(
         cls, formations: Formations, stacked_seeds: Sequence[StackedSeed], wide: Sequence[int], hosts: Sequence[int], *, total: int
-    ) -> HostPart:
-        """Return the part of `hosts` out of `total`. `wide` are the numbers of their width seeds."""
-        found: list[tuple[int, SomeSeeds]] = []
-        for number, stacked in enumerate(stacked_seeds):
-            # In the order of the hosts, because the weights of width seeds are put beside those of the hosts.
-            of_owner = {owner: seed for seed, owner in enumerate(stacked.owners)}
-            seeds = [(of_owner[host], place) for place, host in enumerate(hosts) if host in of_owner]
-            if seeds:
-                numbers, places = [seed for seed, _ in seeds], [place for _, place in seeds]
-                found.append((number, SomeSeeds.of(numbers, len(stacked.owners), places, len(hosts), formations.device)))
-        by_number = dict(found)
+    ) -> EqualHosts:
+        """Return these hosts out of `total`. `wide` are the numbers of their width seeds."""
         kinds = [kind for number in wide if isinstance(kind := stacked_seeds[number].seed_kind, WidthKind)]
-        index = None if list(hosts) == list(range(total)) else upload(hosts, formations.device)
-        return cls(
-            formations.of(kinds) if kinds else None,
-            hosts,
-            index,
-            [(number, by_number[number]) for number in wide],
-            [(number, some) for number, some in found if number not in wide],
-        )
+        by_number = dict(_seeds_of(formations, stacked_seeds, hosts))
+        return cls(formations.of(kinds), hosts, _index_of(formations, hosts, total), [(number, by_number[number]) for number in wide])
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """Hosts of a stacked model that are computed together, as hosts of the leader, the widest formation among them."""
+
+    leader: Formation
+    members: Sequence[EqualHosts]
+    fills: Sequence[Fill | None]  # of the members; None: their weights are those of the leader
+    hosts: Sequence[int]  # of all members, positions in the stacked model
+    index: Tensor | None  # the same on the device; None: all hosts, in order
+    others: Sequence[tuple[int, SomeSeeds]]  # seeds that are no width seeds
+
+    @classmethod
+    def of(cls, formations: Formations, stacked_seeds: Sequence[StackedSeed], members: Sequence[EqualHosts], *, total: int) -> HostPart:
+        leader, hosts = members[0].formation, [host for member in members for host in member.hosts]
+        others = [
+            (number, some) for number, some in _seeds_of(formations, stacked_seeds, hosts) if not stacked_seeds[number].seed_kind.plan
+        ]
+        fills = [leader.fill_of(member.formation) if member.wide or len(members) > 1 else None for member in members]
+        return cls(leader, members, fills, hosts, _index_of(formations, hosts, total), others)
+
+
+def _seeds_of(formations: Formations, stacked_seeds: Sequence[StackedSeed], hosts: Sequence[int]) -> list[tuple[int, SomeSeeds]]:
+    """Return the seeds of these hosts, by the numbers of the stacked seeds that have some of them."""
+    found: list[tuple[int, SomeSeeds]] = []
+    for number, stacked in enumerate(stacked_seeds):
+        # In the order of the hosts, because the weights of width seeds are put beside those of the hosts.
+        of_owner = {owner: seed for seed, owner in enumerate(stacked.owners)}
+        seeds = [(of_owner[host], place) for place, host in enumerate(hosts) if host in of_owner]
+        if seeds:
+            numbers, places = [seed for seed, _ in seeds], [place for _, place in seeds]
+            found.append((number, SomeSeeds.of(numbers, len(stacked.owners), places, len(hosts), formations.device)))
+    return found
+
+
+def _index_of(formations: Formations, hosts: Sequence[int], total: int) -> Tensor | None:
+    return None if list(hosts) == list(range(total)) else upload(hosts, formations.device)
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The hosts of a stacked model in parts of equal width."""
+    """The hosts of a stacked model in parts that are computed one after another."""
 
     formations: Formations
     parts: Sequence[HostPart]
     inverse: Tensor | None  # place of every host in the parts, one behind another; None: they are in order
 
     @classmethod
-    def of(cls, formations: Formations, stacked_seeds: Sequence[StackedSeed], hosts: int) -> Arrangement | None:
-        """Return the arrangement of `hosts` hosts with these seeds; None if none of them is a width seed."""
+    def of(cls, formations: Formations, stacked_seeds: Sequence[StackedSeed], hosts: int, *, is_padded: bool = True) -> Arrangement | None:
+        """Return the arrangement of `hosts` hosts with these seeds; None if none of them is a width seed.
+
+        Without `is_padded`, only hosts of the same formation are in one part.
+        """
         if not any(stacked.seed_kind.plan for stacked in stacked_seeds):
             return None
         # Width seeds of every host as (order, number of the stacked seed).
@@ -171,10 +196,29 @@ class Arrangement:
         grouped: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for host, seeds in enumerate(owned):
             grouped[tuple(number for _, number in sorted(seeds))].append(host)
-        parts = [HostPart.of(formations, stacked_seeds, wide, some, total=hosts) for wide, some in grouped.items()]
+        equal = [EqualHosts.of(formations, stacked_seeds, wide, some, total=hosts) for wide, some in grouped.items()]
+        parts = [
+            HostPart.of(formations, stacked_seeds, members, total=hosts)
+            for members in (_together(formations, equal) if is_padded else [[one] for one in equal])
+        ]
         places = {host: place for place, host in enumerate(host for part in parts for host in part.hosts)}
-        inverse = None if len(parts) == 1 else upload([places[host] for host in range(hosts)], formations.device)
-        return cls(formations, parts, inverse)
+        inverse = [places[host] for host in range(hosts)]
+        return cls(formations, parts, None if inverse == list(range(hosts)) else upload(inverse, formations.device))
+
+
+def _together(formations: Formations, equal: Sequence[EqualHosts]) -> list[list[EqualHosts]]:
+    """Return which hosts are computed together, the widest first: those that others hold, where padding them costs less than a part."""
+    parts: list[list[EqualHosts]] = []
+    for some in sorted(equal, key=lambda one: one.formation.weights, reverse=True):
+        for members in parts:
+            leader = members[0].formation
+            padding = (leader.weights - some.formation.weights) * len(some.hosts)
+            if formations.is_worth_padding(padding) and leader.holds(some.formation):
+                members.append(some)
+                break
+        else:
+            parts.append([some])
+    return parts
 
 
 # Called with a slot, its activations before any seed, and the positions of the hosts (None: all); returns the activations to continue with.
@@ -208,52 +252,57 @@ class StackedModel:
             return self._losses(self.host, self.tensors, inputs, targets, training, at)
         weights = self.arrangement.formations.layout.flatten(self.tensors)
         found = [self._losses_of_part(part, weights, inputs, targets, training, watch) for part in self.arrangement.parts]
-        inverse = self.arrangement.inverse
-        return found[0] if inverse is None else torch.cat(found, dim=1).index_select(1, inverse)
+        losses, inverse = found[0] if len(found) == 1 else torch.cat(found, dim=1), self.arrangement.inverse
+        return losses if inverse is None else losses.index_select(1, inverse)
 
     def _losses_of_part(
         self, part: HostPart, weights: Tensor, inputs: Tensor, targets: Tensor, training: bool, watch: Watch | None
     ) -> Tensor:
-        """Return the loss of every sample of some hosts of equal width. `weights` [N, P] are those of all hosts."""
+        """Return the loss of every sample of the hosts of a part. `weights` [N, P] are those of all hosts."""
         assert self.arrangement is not None
-        formations = self.arrangement.formations
-        buffers = {name: self.tensors[name] for name in formations.buffers}
+        buffers = {name: self.tensors[name] for name in self.arrangement.formations.buffers}
         if part.index is not None:
-            weights, inputs, targets = (
-                weights.index_select(0, part.index),
-                inputs.index_select(1, part.index),
-                targets.index_select(1, part.index),
-            )
-            buffers = {name: buffer.index_select(0, part.index) for name, buffer in buffers.items()}
-        if part.formation is None:
-            host, tensors = self.host, {**buffers, **formations.layout.unflatten(weights)}
-        else:
-            seeds = [self.stacked_seeds[number].part(some).as_wide() for number, some in part.wide]
-            host, tensors = part.formation.stacked, part.formation.tensors(weights, buffers, seeds)
+            inputs, targets = inputs.index_select(1, part.index), targets.index_select(1, part.index)
+        flat: list[Tensor] = []
+        joined: list[dict[str, Tensor]] = []
+        for member, fill in zip(part.members, part.fills, strict=True):
+            seeds = [self.stacked_seeds[number].part(some).as_wide() for number, some in member.wide]
+            own = {name: _chosen(buffer, member.index) for name, buffer in buffers.items()}
+            of_hosts = _chosen(weights, member.index)
+            flat.append(of_hosts if fill is None else member.formation.flat(of_hosts, seeds, fill))
+            joined.append(member.formation.joined(own, seeds, part.leader))
+        states = joined[0] if len(joined) == 1 else {name: torch.cat([one[name] for one in joined]) for name in buffers}
+        tensors = {**states, **part.leader.parameters(torch.cat(flat) if len(flat) > 1 else flat[0])}
         others = [self.stacked_seeds[number].part(some) for number, some in part.others]
-        losses = self._losses(host, tensors, inputs, targets, training, _at_slots(others, self._places, watch, part.hosts))
+        at = _at_slots(others, self._places, watch, part.hosts)
+        losses = self._losses(part.leader.stacked, tensors, inputs, targets, training, at)
         if training:
-            self._put_back(part, tensors)
+            self._put_back(part, states)
         return losses
 
     @torch.no_grad()
-    def _put_back(self, part: HostPart, tensors: Mapping[str, Tensor]) -> None:
+    def _put_back(self, part: HostPart, states: Mapping[str, Tensor]) -> None:
         """Write the running statistics of a pass of some hosts to those of the stacked model and its seeds."""
         assert self.arrangement is not None
-        behind = {} if part.formation is None else part.formation.statistics
-        for name in self.arrangement.formations.buffers:
-            # In a wide host, the statistics of the seeds come behind those of the host.
-            targets = [(self.tensors[name], part.index)]
-            for place, own_name in behind.get(name, ()):
-                number, some = part.wide[place]
-                targets.append((self.stacked_seeds[number].buffers[own_name], some.chosen))
-            sizes = [target.shape[-1] for target, _ in targets]
-            values = tensors[name].split_with_sizes(sizes, dim=1) if len(targets) > 1 else [tensors[name]]
-            for (target, index), value in zip(targets, values, strict=True):
-                if index is not None:
-                    target.index_copy_(0, index, value)
-                elif target is not value:
-                    target.copy_(value)
+        start = 0
+        for member in part.members:
+            for name in self.arrangement.formations.buffers:
+                # In a wide host, the statistics of the seeds come behind those of the host, and padding behind them.
+                targets = [(self.tensors[name], member.index)]
+                for place, own_name in member.formation.statistics.get(name, ()):
+                    number, some = member.wide[place]
+                    targets.append((self.stacked_seeds[number].buffers[own_name], some.chosen))
+                values, column = states[name][start : start + len(member.hosts)], 0
+                for target, index in targets:
+                    value = values
+                    if name in part.leader.statistics:
+                        value = values.narrow(1, column, target.shape[1])
+                        column += target.shape[1]
+                    if index is not None:
+                        target.index_copy_(0, index, value)
+                    elif target is not value:
+                        target.copy_(value)
+            start += len(member.hosts)
 
     def _losses(self, host: Stacked, tensors: Mapping[str, Tensor], inputs: Tensor, targets: Tensor, training: bool, at: At) -> Tensor:
         """Return the loss of every sample, computed by one stacked network."""
@@ -289,3 +338,8 @@ def _at_slots(stacked_seeds: Sequence[StackedSeed], places: Iterable[Place], wat
         return h
 
     return at
+
+
+def _chosen(tensor: Tensor, index: Tensor | None) -> Tensor:
+    """Return the rows of a tensor at these places; None: all."""
+    return tensor if index is None else tensor.index_select(0, index)

@@ -50,6 +50,11 @@ class Plan:
     recompute: Recompute | None = None  # runs the blocks whose activations are recomputed in the backward pass; None: keep all
 
     @property
+    def may_pad(self) -> bool:
+        """Whether hosts may be computed with units of zero. With seeds in the shadow, both passes need activations of the same size."""
+        return not len(self.in_shadow)
+
+    @property
     def seed_batches(self) -> dict[str, SeedBatch]:
         """The batches of seeds that are not empty, by name."""
         return {name: seeds for name, seeds in (("connected", self.connected), ("in shadow", self.in_shadow)) if len(seeds)}
@@ -69,7 +74,7 @@ class TrainSegment:
         self._shadow = _Shadow(plan, host.slots) if len(plan.in_shadow) else None
         self._now = torch.zeros(1, dtype=torch.int64, device=plan.rates.device)  # the step number
         stacked_seeds = plan.connected.stacked_seeds(self._now, hosts=len(plan.rows))
-        self._arrangement = Arrangement.of(host.formations, stacked_seeds, len(plan.rows))
+        self._arrangement = Arrangement.of(host.formations, stacked_seeds, len(plan.rows), is_padded=plan.may_pad)
         self._second_passes: dict[RowProbe, _SecondPass] = {}  # for the width candidates of probes
 
     def run(self, batches: Tensor) -> Tensor:
@@ -205,7 +210,8 @@ class _SecondPass:
         """Return the losses of these hosts with their connected seeds and those that are `learning`; only the latter have a gradient."""
         stacked_seeds = [*self._connected_seeds(now), *learning]
         if not self._is_arranged:  # in the first step, which is not recorded
-            self._arrangement = Arrangement.of(host.storage.formations, stacked_seeds, len(self.hosts))
+            formations = host.storage.formations
+            self._arrangement = Arrangement.of(formations, stacked_seeds, len(self.hosts), is_padded=self.plan.may_pad)
             self._is_arranged = True
         own = {name: tensor.detach().index_select(0, self.index) for name, tensor in host.tensors().items()}
         stacked_model = StackedModel(host.stacked, own, stacked_seeds, self.plan.precision, self.plan.recompute, self._arrangement)

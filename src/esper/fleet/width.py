@@ -9,6 +9,9 @@ behind it.
 - `Formation`: hosts with the same parts of seeds. It has the wide host as a stacked module, and puts its tensors together.
 - `Formations`: all formations of a fleet that were needed so far.
 
+Small hosts of different widths are computed together, as hosts of the widest among them, whose other units and weights are zero. A kernel
+takes about as long for few numbers as for many.
+
 Shapes: N = hosts, P = weights of a host, S = weights of a host and its seeds, W = weights of the wide host.
 """
 
@@ -21,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from esper.fleet.device import upload
 from esper.fleet.stacked.lowering import Stacked, lower
@@ -29,6 +33,7 @@ from esper.growth.host.layout import CPU, Place
 from esper.growth.seeds.seed import WidePlan
 from esper.growth.seeds.width import WidthSeed, fold
 
+_WORK_OF_A_PART = {True: 5e9, False: 5e7}  # FLOPs in the time that the kernels of a small part take to start; True: on a GPU
 ROW = "row"  # name of the weights of a width seed among those of a stacked seed: they are not split into tensors
 
 
@@ -72,6 +77,24 @@ class WideSeeds:
         return self.rows * torch.where(self.kind.is_back, self.alpha.unsqueeze(1), 1.0)
 
 
+@dataclass(frozen=True)
+class Fill:
+    """Where the weights of a wide host come from: the S weights of a host and its seeds, and a zero behind them."""
+
+    index: Tensor  # [W], places in these S + 1
+    inverse: Tensor  # [S + 1], places in the W weights
+
+    @classmethod
+    def of(cls, numbers: Tensor, count: int, device: torch.device) -> Fill:
+        """Return how weights with these numbers [W], from 1 to `count`, are filled; 0 is none."""
+        is_used, inverse = numbers > 0, torch.zeros(count + 1, dtype=torch.int64)
+        inverse[numbers[is_used] - 1] = torch.arange(len(numbers))[is_used]
+        return cls(upload(torch.where(is_used, numbers - 1, count), device), upload(inverse, device))
+
+
+_PADDED = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm)  # whose units may be zero without changing any other unit
+
+
 class Formation:
     """Hosts with width seeds of the same `kinds`, in the order of their units. `template` is a host on the CPU."""
 
@@ -88,12 +111,13 @@ class Formation:
             seed.alpha.fill_(1.0)
         fold(modules, seeds)
 
-        numbers = torch.cat([parameter.detach().flatten() for parameter in wide.parameters()]).long()  # [W]
-        is_used, inverse = numbers > 0, torch.zeros(count + 1, dtype=torch.int64)
-        inverse[numbers[is_used] - 1] = torch.arange(len(numbers))[is_used]
-        self._index = upload(torch.where(is_used, numbers - 1, count), device)  # [W], places in the S weights and a zero behind them
-        self._inverse = upload(inverse, device)  # [S + 1]
+        self._device, self._count = device, count
+        self._numbers = {name: parameter.detach().long() for name, parameter in wide.named_parameters()}
+        self.weights = sum(numbers.numel() for numbers in self._numbers.values())  # W
+        self.buffers = {name: buffer.shape for name, buffer in wide.named_buffers()}
+        self._fills: dict[Formation, Fill] = {}
         self._layout = Layout.of_tensors(dict(wide.named_parameters()), torch.float64)
+        self._modules = {name: module for name, module in wide.named_modules() if list(module.parameters(recurse=False))}
         self.stacked: Stacked = lower(wide.to(next(template.parameters()).dtype), slots=slots)
         # Buffer of the host -> (number of a seed, its buffer) for the statistics that come behind those of the host, in order.
         self.statistics: dict[str, list[tuple[int, str]]] = {}
@@ -102,18 +126,50 @@ class Formation:
                 part, _, own = name.removeprefix("parts.").partition(".own.")
                 self.statistics.setdefault(f"{kind.plan[int(part)].module}.{own}", []).append((number, name))
 
-    def tensors(self, weights: Tensor, buffers: Mapping[str, Tensor], seeds: Sequence[WideSeeds]) -> dict[str, Tensor]:
-        """Return parameters and buffers of the wide hosts, name -> [N, ...].
+    def holds(self, other: Formation) -> bool:
+        """Return whether hosts of another formation are hosts of this one, some of whose units and weights are zero."""
+        for name, module in self._modules.items():
+            its = other._modules[name]
+            pairs = [(one.shape, its.get_parameter(own).shape) for own, one in module.named_parameters(recurse=False)]
+            if all(one == two for one, two in pairs):
+                continue
+            is_larger = all(large >= small for one, two in pairs for large, small in zip(one, two, strict=True))
+            if not is_larger or not isinstance(module, _PADDED) or getattr(module, "groups", 1) != 1:
+                return False
+        return True
 
-        `weights` [N, P] are those of the hosts, in the order of `Formations.layout`, and `buffers` their buffers by name.
-        """
+    def fill_of(self, other: Formation) -> Fill:
+        """Return how the weights of hosts of another formation are filled into those of this one, which holds it."""
+        if other not in self._fills:
+            parts = []
+            for name, numbers in self._numbers.items():
+                padded, its = torch.zeros_like(numbers), other._numbers[name]
+                padded[tuple(slice(size) for size in its.shape)] = its
+                parts.append(padded.flatten())
+            self._fills[other] = Fill.of(torch.cat(parts), other._count, self._device)
+        return self._fills[other]
+
+    @staticmethod
+    def flat(weights: Tensor, seeds: Sequence[WideSeeds], fill: Fill) -> Tensor:
+        """Return the weights of wide hosts [N, W]; those of the hosts, `weights` [N, P], are in the order of `Formations.layout`."""
         source = torch.cat([weights, *(some.scaled() for some in seeds), weights.new_zeros(len(weights), 1)], dim=1)  # [N, S + 1]
-        flat: Tensor = _Arranged.apply(source, self._index, self._inverse)  # type: ignore[no-untyped-call]
-        statistics = {
-            name: torch.cat([buffers[name], *(seeds[number].buffers[own_name] for number, own_name in parts)], dim=1)
-            for name, parts in self.statistics.items()
-        }
-        return {**buffers, **self._layout.unflatten(flat), **statistics}
+        flat: Tensor = _Arranged.apply(source, fill.index, fill.inverse)  # type: ignore[no-untyped-call]
+        return flat
+
+    def parameters(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return the parameters of wide hosts by name, from their weights [N, W]."""
+        return self._layout.unflatten(flat)
+
+    def joined(self, buffers: Mapping[str, Tensor], seeds: Sequence[WideSeeds], leader: Formation) -> dict[str, Tensor]:
+        """Return the buffers of hosts and seeds, put together and padded to the size that they have in hosts of the leader."""
+        found = dict(buffers)
+        for name, parts in self.statistics.items():
+            found[name] = torch.cat([buffers[name], *(seeds[number].buffers[own_name] for number, own_name in parts)], dim=1)
+        for name in leader.statistics:
+            missing = leader.buffers[name][0] - found[name].shape[1]
+            if missing:
+                found[name] = F.pad(found[name], (0, missing), value=float(name.endswith("running_var")))
+        return found
 
 
 class _Arranged(torch.autograd.Function):
@@ -131,9 +187,13 @@ class _Arranged(torch.autograd.Function):
 
 
 class Formations:
-    """The formations of a fleet, built when they are first needed. `template` is a host of the architecture."""
+    """The formations of a fleet, built when they are first needed. `template` is a host of the architecture.
 
-    def __init__(self, template: nn.Module, slots: Sequence[str], device: torch.device) -> None:
+    `work_per_weight` are the FLOPs of a training step of one host for each of its weights, about. With 0, nothing is padded.
+    """
+
+    def __init__(self, template: nn.Module, slots: Sequence[str], device: torch.device, *, work_per_weight: float = 0.0) -> None:
+        self.work_per_weight = work_per_weight
         self.template = copy.deepcopy(template).to(CPU)
         self.modules = dict(self.template.named_modules())
         self.layout = Layout.of_tensors(dict(template.named_parameters()), next(template.parameters()).dtype)  # of a host's weights
@@ -147,3 +207,7 @@ class Formations:
         if key not in self._known:
             self._known[key] = Formation(self.template, self._slots, kinds, self.device)
         return self._known[key]
+
+    def is_worth_padding(self, weights: int) -> bool:
+        """Return whether to compute this many weights of zero in a step, rather than a further part with kernels of its own."""
+        return 0 < weights * self.work_per_weight <= _WORK_OF_A_PART[self.device.type == "cuda"]
