@@ -36,10 +36,10 @@ import torch
 from esper.controller.cells import Cell, CellDomain, draw_cell
 from esper.controller.evaluation import EvalCase, EvalRun, EvalSetting, run_cases
 from esper.controller.plans import BLUEPRINTS, CONSTANT_PLANS, RandomPlan
-from esper.controller.value import Recorder, Records, ValueController, ValueModel, fit, size_of
+from esper.controller.value import Recorder, Records, ValueController, ValueModel, fit, rent_at, size_of
 from esper.fleet.config import FleetConfig
 from esper.fleet.data import TaskTensors
-from esper.growth.config import BudgetConfig, GrowthConfig, RentConfig
+from esper.growth.config import BudgetConfig, GrowthConfig
 from esper.growth.controllers.baselines import Never
 from esper.growth.controllers.heuristic import Heuristic
 from esper.growth.lifecycle.stages import Controller, Cost
@@ -58,10 +58,6 @@ UNSEEN = {
 GROWTH = GrowthConfig(blueprints=BLUEPRINTS, budget=BudgetConfig(max_parameters=64.0, max_flops=64.0, max_seeds_per_place=2))
 FIRST_SEED = {"lives": 20_000, "compare": 5_000}  # of the hosts; those of comparisons are below HELD_OUT_SEEDS
 load = cache(load_task)
-
-
-def rent_at(price: float) -> RentConfig:
-    return RentConfig(parameters=price, flops=0.3 * price)
 
 
 def train(cell: Cell, contestants: list[tuple[str, int, float, Controller]], device: str) -> list[EvalRun]:

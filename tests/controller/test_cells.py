@@ -1,4 +1,4 @@
-"""Cells are drawn from their domain, repeat themselves, and have the data they say."""
+"""Cells: the ranges that they are drawn from, and their data and settings of training."""
 
 from __future__ import annotations
 

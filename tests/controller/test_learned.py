@@ -18,7 +18,6 @@ from esper.controller.features import HOST
 from esper.controller.layout import in_depth, observe
 from esper.controller.learned import ControllerError, load_controller, save_controller
 from esper.fleet.config import FleetConfig, HostConfig
-from esper.fleet.fleet import Fleet
 from esper.growth import grow
 from esper.growth.config import GrowthConfig, LifecycleConfig, RentConfig
 from esper.growth.controllers.baselines import as_controller
@@ -28,7 +27,7 @@ from esper.rl.policy import Policy
 from esper.runs import CheckpointStore, read_tensors, write_tensors
 from tests.controller.hosts import drawn_state, slot, state
 from tests.controller.policies import trained_policy
-from tests.fleet.builders import BATCH, make_host as make_conv_host, small_task, train_alone
+from tests.fleet.builders import BATCH, small_task, train_alone, train_in_fleet
 from tests.growth.builders import SLOTS, make_data, make_host
 
 
@@ -103,12 +102,7 @@ def test_a_host_is_observed_alike_in_a_fleet_and_in_grow(path: Path, mode: Liter
     setting = HostConfig(seed=3, growth_seed=5, horizon=9, learning_rate=0.01, rent=RentConfig(parameters=0.2, flops=0.1))
     one, other = (Watched(load_controller(path, seed=4)) for _ in range(2))
     grown = train_alone(task, setting, growth, config, one)
-    fleet = Fleet(task, make_conv_host, hosts=1, growth=growth, config=config)
-    fleet.reset({0: setting})
-    rows = [0]
-    while rows:
-        fleet.decide({0: other.decide(fleet.state(0))})
-        rows = fleet.advance()
+    fleet = train_in_fleet(task, setting, growth, config, other)
     assert len(one.seen) == len(other.seen) == setting.horizon + 1
     for expected, found in zip(one.seen, other.seen, strict=True):
         for part, same in zip(expected, found, strict=True):

@@ -1,4 +1,4 @@
-"""Plans that look at nothing, and the value model that is fitted to hosts which grew at random."""
+"""Constant and random plans, and the value model that is fitted to hosts with random ones."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 from esper.controller.cells import Cell
 from esper.controller.evaluation import EvalCase, EvalRun, EvalSetting, run_cases
 from esper.controller.plans import BLUEPRINTS, CONSTANT_PLANS, Choice, ConstantPlan, RandomPlan, choices, deep_choices, wide_choices
-from esper.controller.value import Recorder, Records, ValueController, ValueModel, describe, fit, size_of, sizes_after
-from esper.fleet import Fleet
+from esper.controller.value import Recorder, Records, ValueController, ValueModel, describe, fit, rent_at, size_of, sizes_after
 from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.data import TaskTensors
 from esper.growth.config import BudgetConfig, GrowthConfig, LifecycleConfig, RentConfig
@@ -21,7 +20,7 @@ from esper.growth.controllers.baselines import Never
 from esper.growth.lifecycle.stages import Candidate, Controller, Cost, Decision, Germinate, GrowthState
 from esper.tasks import load_task
 from tests.controller.hosts import SMALL, slot, state
-from tests.fleet.builders import BATCH, make_host, small_task, train_alone
+from tests.fleet.builders import BATCH, small_task, train_alone, train_in_fleet
 
 load = cache(load_task)
 CELL = Cell(source="digits", host="conv-4x2", samples=300, classes=3, batch_size=16, steps_per_decision=16, horizon=8)
@@ -135,8 +134,7 @@ def test_a_host_that_never_grows_equals_its_twin_and_random_plans_are_recorded()
 
 def with_data(samples: int, *, price: float = 0.0) -> GrowthState:
     """Return a state of a host with this many training samples, in which a widening may grow."""
-    rent = RentConfig(parameters=price, flops=0.3 * price)
-    return state(slot("a", candidates=(wide("x"), SMALL)), training_samples=samples, rent=rent, seeds_left=3)
+    return state(slot("a", candidates=(wide("x"), SMALL)), training_samples=samples, rent=rent_at(price), seeds_left=3)
 
 
 @cache
@@ -165,7 +163,7 @@ def test_a_fitted_model_grows_where_growing_gained_and_nowhere_else() -> None:
 
 
 def test_a_rent_above_the_gain_stops_growth() -> None:
-    # The size of the widening is 1.3 · log 2 = 0.9, so it gains 0.33 per size.
+    # The widening gains 0.3 at a size of 1.3 · log 2 = 0.9, so it pays up to a price of 0.33.
     assert grown_by(ValueController(taught()), with_data(20_000, price=0.1)) == ["widen_100"]
     assert grown_by(ValueController(taught()), with_data(20_000, price=0.6)) == []
 
@@ -220,12 +218,7 @@ def test_choices_in_width_and_depth_are_described_alike_in_a_fleet_and_in_grow(s
     setting = HostConfig(seed=3, growth_seed=5, horizon=10, learning_rate=0.01, rent=FREE)
     alone, in_fleet = Watching(seed), Watching(seed)
     grown = train_alone(task, setting, growth, config, alone)
-    fleet = Fleet(task, make_host, hosts=1, growth=growth, config=config)
-    fleet.reset({0: setting})
-    rows = [0]
-    while rows:
-        fleet.decide({0: in_fleet.decide(fleet.state(0))})
-        rows = fleet.advance()
+    train_in_fleet(task, setting, growth, config, in_fleet)
     assert len(alone.seen) == len(in_fleet.seen) == setting.horizon + 1
     for expected, found in zip(alone.seen, in_fleet.seen, strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)

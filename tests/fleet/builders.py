@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import esper
 from esper.fleet import Fleet, FleetConfig, HostConfig
 from esper.growth.config import GrowthConfig, LifecycleConfig
-from esper.growth.lifecycle.stages import Action, Advance, Decision, Fossilize, Germinate, GrowthState
+from esper.growth.lifecycle.stages import Action, Advance, Controller, Decision, Fossilize, Germinate, GrowthState
 from esper.tasks import BatchLoader, ConvHost, Split, Task, load_task
 from esper.tasks.gpt_host import GPTHost
 from tests.conftest import sync_debug_mode
@@ -244,6 +244,17 @@ def train_fleet(
     while fleet.training():
         decide_all(fleet.advance())
     fleet.finish(range(len(settings)))
+    return fleet
+
+
+def train_in_fleet(task: Task, setting: HostConfig, growth: GrowthConfig, config: FleetConfig, controller: Controller) -> Fleet:
+    """Train one host as a fleet of its own, up to its last decision. See `train_alone`."""
+    fleet = Fleet(task, make_host, hosts=1, growth=growth, config=config)
+    fleet.reset({0: setting})
+    rows = [0]
+    while rows:
+        fleet.decide({0: controller.decide(fleet.state(0))})
+        rows = fleet.advance()
     return fleet
 
 

@@ -112,12 +112,12 @@ def parts_of(fleet: Fleet) -> list[list[int]]:
 
 
 def test_hosts_of_different_widths_compute_the_same_together_and_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Together, the narrow ones have units of zero. Seeds in depth, and running statistics, are those of their own hosts."""
+    """Units of zero, with which narrow hosts are padded, change neither their seeds in depth nor their running statistics."""
     one, two, _ = SLOTS
     blueprints = [None, (one, "widen_50_chain"), (one, "widen_25"), (two, "conv3x3")]
     tensors: list[dict[str, torch.Tensor]] = []
     for work, parts in ((math.inf, [[0, 1, 2, 3]]), (0.0, [[0, 3], [1], [2]])):
-        monkeypatch.setattr(width, "_WORK_OF_A_PART", {False: work})
+        monkeypatch.setattr(width, "_WORK_OF_A_PART", {"cpu": work})
         fleet = make_fleet(host_settings(4, horizon=4), GrowthConfig(lifecycle=JOINT, blueprints=BLUEPRINTS, budget=BUDGET))
         fleet.decide({row: Decision((germinate(*some),)) for row, some in enumerate(blueprints) if some is not None})
         for _ in range(2):
@@ -149,7 +149,7 @@ def make_grouped(seed: int) -> nn.Module:
 
 @pytest.mark.slow
 def test_hosts_with_groups_of_units_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(width, "_WORK_OF_A_PART", {False: math.inf})
+    monkeypatch.setattr(width, "_WORK_OF_A_PART", {"cpu": math.inf})
     assert_rows_equal_hosts_alone([{}, {0: [germinate("act", "widen_50")]}], JOINT, make_host=make_grouped, horizon=3)
     fleet = make_fleet(host_settings(2), GrowthConfig(lifecycle=JOINT, budget=BUDGET), make_host=make_grouped)
     fleet.decide({1: Decision((germinate("act", "widen_50"),))})

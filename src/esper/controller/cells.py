@@ -2,7 +2,7 @@
 
     cell = draw_cell(CellDomain(), number=0, seed=0)
     task = cell.task(load_task)                  # its classes and label noise
-    settings = [cell.host_config(seed) for seed in range(16)]
+    settings = [cell.host_config(seed, task, rent=RentConfig()) for seed in range(16)]
 
 All hosts of a cell can be rows of one fleet. They differ in their first weights, in the samples they see and in the order of these. A name
 that is left out of a `CellDomain` is held out: its cells are never drawn.
@@ -22,14 +22,13 @@ from esper.fleet.config import FleetConfig, HostConfig
 from esper.growth.config import RentConfig
 from esper.rng import Streams
 from esper.tasks import Task
-from esper.tasks.teacher import PART_SIZES, make_teacher_task
+from esper.tasks.teacher import TEACHER, make_teacher_task
 
 Family = Literal["conv", "residual", "mlp", "gpt"]
 Optimizer = Literal["adamw", "sgd"]
 Schedule = Literal["none", "cosine"]
 
 TEACHERS = tuple(f"conv-{width}x{blocks}" for width in (2, 4, 8) for blocks in (1, 2, 3))  # from easy to hard, about
-FULL_TEACHER = "conv-8x2"
 SOURCES_OF_TOKENS = ("text",)
 MOST_MLP_BLOCKS = 4  # without norms, a deeper one hardly learns
 LEARNING_RATES: dict[Optimizer, tuple[float, float]] = {"adamw": (0.001, 0.02), "sgd": (0.01, 0.2)}  # log-uniform between these
@@ -43,7 +42,7 @@ class Cell(Config):
     samples: Count | None = None  # training samples that a host sees; None: all
     classes: Count | None = None  # None: all
     label_noise: Fraction = 0.0  # share of wrong labels, in all parts of the data
-    teacher: str = FULL_TEACHER  # network that labels the data of the source "teacher"
+    teacher: str = TEACHER  # network that labels the data of the source "teacher"
     data_seed: NonNegativeInt = 0  # of the teacher, the choice of classes and the wrong labels
     optimizer: Optimizer = "adamw"
     learning_rate: PositiveFloat = 0.01
@@ -63,8 +62,7 @@ class Cell(Config):
     def task(self, load: Callable[[str], Task]) -> Task:
         """Return the data of the cell; `load` returns a task by its name."""
         if self.source == "teacher":
-            classes = self.classes or 10
-            task = make_teacher_task(self.teacher, classes=classes, samples=PART_SIZES, data_seed=self.data_seed)
+            task = make_teacher_task(self.teacher, classes=self.classes or 10, data_seed=self.data_seed)
         else:
             task = load(self.source)
             if self.classes is not None and self.classes < task.num_classes:
@@ -82,11 +80,10 @@ class Cell(Config):
             keep="best",
         )
 
-    def host_config(self, seed: int, task: Task, *, rent: RentConfig, growth_seed: int = 0) -> HostConfig:
+    def host_config(self, seed: int, task: Task, *, rent: RentConfig) -> HostConfig:
+        """Return the settings of one host of a fleet of this cell; `task` is the cell's."""
         share = 1.0 if self.samples is None else min(self.samples / len(task.train), 1.0)
-        return HostConfig(
-            seed=seed, growth_seed=growth_seed, horizon=self.horizon, learning_rate=self.learning_rate, data_share=share, rent=rent
-        )
+        return HostConfig(seed=seed, horizon=self.horizon, learning_rate=self.learning_rate, data_share=share, rent=rent)
 
 
 class CellDomain(Config):
@@ -154,7 +151,7 @@ def draw_cell(domain: CellDomain, *, number: int, seed: int) -> Cell:
         steps_per_decision=max(samples // (batch * horizon), 1),
         horizon=horizon,
     )
-    return cell if source == "teacher" else msgspec.structs.replace(cell, teacher=FULL_TEACHER)
+    return cell if source == "teacher" else msgspec.structs.replace(cell, teacher=TEACHER)
 
 
 def _draw(rng: np.random.Generator, low: float, high: float) -> float:

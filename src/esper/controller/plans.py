@@ -1,12 +1,12 @@
-"""Plans of growth that look at nothing but the structure of a host: constant ones to compare with, and random ones to learn from.
+"""Plans that grow every host in the same way, to compare with, or at random, to learn from.
 
 Seeds are raised as in all comparisons: advanced and kept as early as the gates allow (see `see_through`). A plan names no slots, so that it
 can be followed in any host:
 
-    never              nothing grows
-    widen_100 at 1     after the first decision, every row of layers gets twice the units
-    deep at 1          a branch in every slot
-    both at 4          four times the units, and a branch in every slot behind
+    never                      nothing grows
+    widen_100 at 0             every row of layers gets twice the units, as early as possible: after the first training segment
+    deep at 0.25               a branch in every slot, after a quarter of the training
+    widen_300 and deep at 0    four times the units, and a branch in every slot that is left
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 For a state of a host and a choice (a slot and a blueprint, or to grow nothing more) the model predicts two figures for the end of the
 training: the gain over the twin, which never grows, in units of the loss scale; and the size, the rent at a price of 1. Both are means over
 a random continuation: after the choice, the hosts of the data went on to grow at random. So the value of a choice is gain - price × size,
-at any price of the host's rent. The members of an ensemble are fitted to different cells; their spread is the uncertainty.
+at any price. The members of an ensemble are fitted to different samples of the cells; their spread is the uncertainty.
 
 Features that depend on the rent are left out, because the data do not depend on it either.
 
@@ -39,14 +39,18 @@ from esper.rng import Streams
 
 Vector = NDArray[np.float32]
 
-PRICES = RentConfig(parameters=1.0, flops=0.3)  # the rent of a size of 1; a host's rent is a multiple of it
 MEMBERS, WIDTH = 8, 64
 LEAST_SPREAD = 0.01  # of a gain, in units; below it the likelihood would be dominated by a few exact records
 
 
+def rent_at(price: float) -> RentConfig:
+    """Return the rent of a price: that of the parameters, and for FLOPs in a fixed relation to it."""
+    return RentConfig(parameters=price, flops=0.3 * price)
+
+
 def size_of(added: Cost, host: Cost) -> float:
     """Return the size of what was added, the rent at a price of 1."""
-    return rent_of(added, host, PRICES)
+    return rent_of(added, host, rent_at(1.0))
 
 
 # Features
@@ -143,7 +147,7 @@ class Prediction:
 
 
 class ValueModel(nn.Module):
-    """Ensemble of small networks, computed as one."""
+    """An ensemble of small networks. The first dimension of every weight is the member."""
 
     mean: Tensor
     deviation: Tensor
@@ -166,7 +170,7 @@ class ValueModel(nn.Module):
         self.register_buffer("gain_scale", torch.ones(()))
 
     def forward(self, features: Tensor, sizes: Tensor) -> Prediction:
-        """Predict for features [M, F] of choices, after which the host has these sizes [M]."""
+        """Predict what choices with these features [M, F] come to; `sizes` [M] are those of the host right after them."""
         hidden = ((features - self.mean) / self.deviation).clamp(-5, 5).expand(len(self.weights[0]), -1, -1)
         for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             hidden = torch.baddbmm(bias, hidden, weight)
@@ -224,7 +228,8 @@ def _bootstrap_weights(cells: Sequence[int], rng: np.random.Generator) -> Tensor
 class ValueController:
     """Grows the choice with the highest value, if it is above that of growing nothing more by `caution` standard deviations of the members.
 
-    It decides from the second decision on, when there are losses and the estimates of a probe, up to `until` of the training.
+    It decides from the second decision on, when there are losses and the estimates of a probe, up to `until` of the training. The price is
+    that of the host's parameters; another price of FLOPs than that of `rent_at` is not seen.
     """
 
     name = "value"

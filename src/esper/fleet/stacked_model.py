@@ -207,7 +207,10 @@ class Arrangement:
 
 
 def _together(formations: Formations, equal: Sequence[EqualHosts]) -> list[list[EqualHosts]]:
-    """Return which hosts are computed together, the widest first: those that others hold, where padding them costs less than a part."""
+    """Return which hosts are computed together, the widest first.
+
+    Hosts join wider ones that hold them (see `Formation.holds`) where padding them is estimated to cost less than a part of their own.
+    """
     parts: list[list[EqualHosts]] = []
     for some in sorted(equal, key=lambda one: one.formation.weights, reverse=True):
         for members in parts:
@@ -292,7 +295,9 @@ class StackedModel:
                 for place, own_name in member.formation.statistics.get(name, ()):
                     number, some = member.wide[place]
                     targets.append((self.stacked_seeds[number].buffers[own_name], some.chosen))
-                values, column = states[name][start : start + len(member.hosts)], 0
+                # A part of one kind of hosts may have the buffers themselves, which need no copy.
+                values = states[name] if len(part.members) == 1 else states[name][start : start + len(member.hosts)]
+                column = 0
                 for target, index in targets:
                     value = values
                     if name in part.leader.statistics:

@@ -33,7 +33,7 @@ from esper.growth.host.layout import CPU, Place
 from esper.growth.seeds.seed import WidePlan
 from esper.growth.seeds.width import WidthSeed, fold
 
-_WORK_OF_A_PART = {True: 5e9, False: 5e7}  # FLOPs in the time that the kernels of a small part take to start; True: on a GPU
+_WORK_OF_A_PART = {"cpu": 5e7, "cuda": 5e9}  # FLOPs in the time that the kernels of a small part take to start, by device; estimates
 ROW = "row"  # name of the weights of a width seed among those of a stacked seed: they are not split into tensors
 
 
@@ -79,10 +79,10 @@ class WideSeeds:
 
 @dataclass(frozen=True)
 class Fill:
-    """Where the weights of a wide host come from: the S weights of a host and its seeds, and a zero behind them."""
+    """Says of each weight of a wide host which weight of the host or of its seeds it is, or that it is zero."""
 
-    index: Tensor  # [W], places in these S + 1
-    inverse: Tensor  # [S + 1], places in the W weights
+    index: Tensor  # [W], places among the S weights of host and seeds, and a zero behind them
+    inverse: Tensor  # [S + 1], places among the W weights
 
     @classmethod
     def of(cls, numbers: Tensor, count: int, device: torch.device) -> Fill:
@@ -127,7 +127,7 @@ class Formation:
                 self.statistics.setdefault(f"{kind.plan[int(part)].module}.{own}", []).append((number, name))
 
     def holds(self, other: Formation) -> bool:
-        """Return whether hosts of another formation are hosts of this one, some of whose units and weights are zero."""
+        """Return whether a host of this formation computes what one of the other does if some of its units and weights are zero."""
         for name, module in self._modules.items():
             its = other._modules[name]
             pairs = [(one.shape, its.get_parameter(own).shape) for own, one in module.named_parameters(recurse=False)]
@@ -189,10 +189,10 @@ class _Arranged(torch.autograd.Function):
 class Formations:
     """The formations of a fleet, built when they are first needed. `template` is a host of the architecture.
 
-    `work_per_weight` are the FLOPs of a training step of one host for each of its weights, about. With 0, nothing is padded.
+    `work_per_weight` are the FLOPs of a training step of one host for each of its weights, about.
     """
 
-    def __init__(self, template: nn.Module, slots: Sequence[str], device: torch.device, *, work_per_weight: float = 0.0) -> None:
+    def __init__(self, template: nn.Module, slots: Sequence[str], device: torch.device, *, work_per_weight: float) -> None:
         self.work_per_weight = work_per_weight
         self.template = copy.deepcopy(template).to(CPU)
         self.modules = dict(self.template.named_modules())
@@ -210,4 +210,4 @@ class Formations:
 
     def is_worth_padding(self, weights: int) -> bool:
         """Return whether to compute this many weights of zero in a step, rather than a further part with kernels of its own."""
-        return 0 < weights * self.work_per_weight <= _WORK_OF_A_PART[self.device.type == "cuda"]
+        return weights * self.work_per_weight <= _WORK_OF_A_PART.get(self.device.type, 0.0)

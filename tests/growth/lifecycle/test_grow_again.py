@@ -293,7 +293,7 @@ def test_a_seed_in_the_shadow_does_not_come_between_units_that_others_read() -> 
 
 
 def test_a_rollback_over_the_opening_of_a_slot_closes_it_and_the_training_goes_on() -> None:
-    """The seed in the slot that is closed is to blame, and there is no slot left to put under embargo."""
+    """The suspect is the seed in the slot that the rollback closes, so that no slot can be put under embargo."""
     config = settings(governor=GovernorConfig(snapshot_every=3))
     loop = make_loop(script(PLANS["depth on depth"]), config, host=make_host(dropout=0.0), make_optimizer=adamw)
     loop.val = loop.data
