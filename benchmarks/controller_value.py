@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
@@ -86,7 +87,7 @@ def size(run: EvalRun) -> float:
 
 
 def live(number: int, *, folder: Path, device: str, seeds: int, plans: int, seed: int) -> list[Record]:
-    """Train the hosts of one cell, write what came of every choice to a file, and return a record of the cell."""
+    """Train the hosts of one cell, write what came of every move to a file, and return a record of the cell."""
     began, cell = time.perf_counter(), draw_cell(TRAINED, number=number, seed=seed)
     contestants: list[tuple[str, int, float, Controller]] = []
     recorders: dict[int, Recorder] = {}
@@ -96,20 +97,23 @@ def live(number: int, *, folder: Path, device: str, seeds: int, plans: int, seed
         for plan in range(plans):
             recorders[len(contestants)] = Recorder()
             contestants.append(("random", host_seed, 0.0, RandomPlan(100 * host_seed + plan, recorders[len(contestants)])))
-    contestants += [(plan.name, first, 0.0, plan) for plan in CONSTANT_PLANS[1:]]
+    for constant_plan in CONSTANT_PLANS[1:]:
+        recorders[len(contestants)] = Recorder()
+        contestants.append((constant_plan.name, first, 0.0, replace(constant_plan, record=recorders[len(contestants)])))
     runs = train(cell, contestants, device)
     gains = results(runs, "val")  # nothing that is learned may depend on the test part
     records = Records()
     for place, recorder in recorders.items():
         records.add(recorder, cell=number, gain=gains[place], end_size=size(runs[place]))
-    np.savez(folder / f"cell_{number}.npz", **{name: np.array(values) for name, values in vars(records).items()})
+    columns: dict[str, Any] = {name: np.array(values) for name, values in vars(records).items()}
+    np.savez(folder / f"cell_{number}.npz", **columns)
     constant = {run.controller: [gain, size(run)] for run, gain in zip(runs, gains, strict=True) if run.controller != "random"}
     about = {"what": "lives", "cell": number, "seed": seed, **msgspec.to_builtins(cell)}
     return [{**about, "hosts": len(runs), "seconds": time.perf_counter() - began, "mean_gain": fmean(gains), "constant": constant}]
 
 
 def read_records(folder: Path) -> Records:
-    """Return the choices of all cells in a folder."""
+    """Return the moves of all cells in a folder."""
     records = Records()
     for path in sorted(folder.glob("cell_*.npz")):
         with np.load(path) as found:
@@ -209,7 +213,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, required=True, help="folder for the files of the cells that are learned from")
     parser.add_argument("--cells", type=int, default=60)
     parser.add_argument("--hosts", type=int, default=2, help="hosts with other seeds in each cell")
-    parser.add_argument("--plans", type=int, default=5, help="random plans for each of these hosts (lives)")
+    parser.add_argument("--plans", type=int, default=4, help="random plans for each of these hosts (lives)")
     parser.add_argument("--seed", type=int, default=1, help="of the cells and of the model")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=2, help="worker processes, of one thread each")
@@ -239,7 +243,7 @@ def main(arguments: list[str] | None = None) -> None:
         for number in range(options.cells)
     ]
     found = run_all(jobs, processes=options.jobs, output=output)
-    record = {**summary(found, blind_plans(lives)), "trained_cells": len(lives), "choices": len(records)}
+    record = {**summary(found, blind_plans(lives)), "trained_cells": len(lives), "moves": len(records)}
     output.write(record)
     show(record)
 

@@ -11,7 +11,8 @@ import torch
 
 from esper.controller.cells import Cell
 from esper.controller.evaluation import EvalCase, EvalRun, EvalSetting, run_cases
-from esper.controller.plans import BLUEPRINTS, CONSTANT_PLANS, Choice, ConstantPlan, RandomPlan, choices, deep_choices, wide_choices
+from esper.controller.features import MOVE
+from esper.controller.plans import BLUEPRINTS, CONSTANT_PLANS, NOTHING, ConstantPlan, Move, RandomPlan, move_named, moves
 from esper.controller.value import Recorder, Records, ValueController, ValueModel, describe, fit, rent_at, size_of, sizes_after
 from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.data import TaskTensors
@@ -44,51 +45,74 @@ def train(*controllers: Controller) -> list[EvalRun]:
 # Plans
 
 
+def grown(move: Move) -> list[tuple[str, str]]:
+    return [(one.place.name, candidate.blueprint) for one, candidate in move.choices]
+
+
 def test_every_row_of_layers_is_widened_once_and_the_longest_first() -> None:
     now = state(slot("a", candidates=(wide("x"),)), slot("b", candidates=(wide("x", "y"),)), slot("c", candidates=(wide("z"), SMALL)))
-    assert [one.place.name for one, _ in wide_choices(now, "widen_100")] == ["b", "c"]
-    assert wide_choices(now, "widen_300") == []
+    assert grown(move_named("widen_100", now)) == [("b", "widen_100"), ("c", "widen_100")]
+    assert not move_named("widen_300", now).choices
 
 
-def test_branches_are_of_the_preferred_kind() -> None:
-    both = (Candidate("conv3x3", SMALL.cost, 0.0), Candidate("double_conv3x3", SMALL.cost, 0.0))
-    now = state(slot("a", candidates=both), slot("b", candidates=both[:1]), slot("c", candidates=(SMALL,)))
-    assert [(one.place.name, candidate.blueprint) for one, candidate in deep_choices(now)] == [("a", "double_conv3x3"), ("b", "conv3x3")]
+def test_branches_are_of_the_preferred_kind_and_take_the_slots_that_a_widening_leaves() -> None:
+    branches = (Candidate("mlp", SMALL.cost, 0.0), Candidate("double_conv3x3", SMALL.cost, 0.0))
+    now = state(slot("a", candidates=branches), slot("b", candidates=(wide("x"), branches[0])), slot("c", candidates=(SMALL,)))
+    assert sorted(grown(move_named("deep", now))) == [("a", "double_conv3x3"), ("b", "mlp")]
+    assert grown(move_named("widen_100 and deep", now)) == [("b", "widen_100"), ("a", "double_conv3x3")]
+
+
+def test_moves_that_grow_the_same_are_one() -> None:
+    now = state(slot("a", candidates=(wide("x"), Candidate("mlp", SMALL.cost, 0.0))))
+    assert [move.name for move in moves(now)] == ["widen_100", "deep"]  # no slot is left for a branch beside the widening
+
+
+@pytest.mark.parametrize(("left", "fits"), [({"seeds_left": 1}, 1), ({"parameters_left": 4_500}, 2), ({"flops_left": 99_999}, 0)])
+def test_a_move_keeps_to_the_budget_as_a_whole(left: dict[str, int], fits: int) -> None:
+    now = state(*(slot(name, candidates=(wide(name),)) for name in "abc"), **{"seeds_left": 3, **left})
+    assert len(move_named("widen_100", now).choices) == fits
 
 
 def test_constant_plans_grow_what_their_names_say_at_their_time_and_differ() -> None:
     assert len({plan.name for plan in CONSTANT_PLANS}) == len(CONSTANT_PLANS)
     plan = ConstantPlan("widen_100", at=0.25)
     now = state(slot("a", candidates=(wide("x"), SMALL)), epochs=20)
-    grown = {epoch: plan.decide(replace(now, epoch=epoch)).actions for epoch in range(8)}
-    assert [epoch for epoch, actions in grown.items() if actions] == [5]
-    assert grown[5] == (Germinate("a", "planned: widen_100 at 0.25", "widen_100"),)
+    done = {epoch: plan.decide(replace(now, epoch=epoch)).actions for epoch in range(8)}
+    assert [epoch for epoch, actions in done.items() if actions] == [5]
+    assert done[5] == (Germinate("a", "planned: widen_100 at 0.25", "widen_100"),)
 
 
-def test_a_random_plan_repeats_itself_and_records_every_choice() -> None:
-    def follow(seed: int) -> tuple[list[list[str]], list[str | None]]:
-        recorded: list[str | None] = []
-        plan = RandomPlan(seed, lambda now, choice: recorded.append(None if choice is None else choice[1].blueprint))
-        now = state(slot("a", candidates=(wide("x"), SMALL)), epochs=20)
+def test_a_recorded_plan_probes_before_its_move_and_no_other_does() -> None:
+    now = state(slot("a", candidates=(wide("x"),)), epochs=20)
+    recorder = Recorder()
+    for plan, expected in ((ConstantPlan("widen_100", 0.25, recorder), [4]), (ConstantPlan("widen_100", 0.25), []), (ConstantPlan(), [])):
+        assert [epoch for epoch in range(8) if plan.decide(replace(now, epoch=epoch)).probe] == expected
+    assert len(recorder.sizes) == 1
+
+
+def test_a_random_plan_repeats_itself_and_records_every_move() -> None:
+    def follow(seed: int) -> tuple[list[list[str]], list[str]]:
+        recorded: list[str] = []
+        plan = RandomPlan(seed, lambda now, move: recorded.append(move.name))
+        now = state(slot("a", candidates=(wide("x"), wide("x", name="widen_300"), SMALL)), epochs=20)
         decisions = [plan.decide(replace(now, epoch=epoch)) for epoch in range(20)]
         return [[action.blueprint for action in one.actions if isinstance(action, Germinate)] for one in decisions], recorded
 
     plans = {seed: follow(seed) for seed in range(60)}
     assert all(follow(seed) == plans[seed] for seed in range(5))
-    grown = [[name for names in decisions for name in names] for decisions, _ in plans.values()]
-    assert {len(names) for names in grown} == {0, 1, 2, 3}
-    assert 0.3 < np.mean([name == "widen_100" for names in grown for name in names]) < 0.7
-    assert all(recorded[: len(names)] == names for names, (_, recorded) in zip(grown, plans.values(), strict=True))
-    assert all(set(recorded[len(names) :]) <= {None} for names, (_, recorded) in zip(grown, plans.values(), strict=True))
+    made = [[name for names in decisions for name in names] for decisions, _ in plans.values()]
+    assert {len(names) for names in made} == {1, 2, 3}
+    assert 0.3 < np.mean([name == "widen_100" for names in made for name in names]) < 0.7
+    assert all(recorded[: len(names)] == names for names, (_, recorded) in zip(made, plans.values(), strict=True))
+    assert all(recorded[len(names) :] in ([], [NOTHING.name]) for names, (_, recorded) in zip(made, plans.values(), strict=True))
 
 
 @pytest.mark.slow
-def test_a_candidate_is_probed_before_a_random_plan_chooses_it() -> None:
+def test_candidates_are_probed_before_a_random_move() -> None:
     seen: list[bool] = []
 
-    def record(now: GrowthState, choice: Choice | None) -> None:
-        if choice is not None:
-            seen.append(choice[1].promise is not None)
+    def record(now: GrowthState, move: Move) -> None:
+        seen.extend(candidate.promise is not None for _, candidate in move.choices)
 
     train(*(RandomPlan(seed, record) for seed in range(2)))
     assert len(seen) > 1
@@ -98,22 +122,22 @@ def test_a_candidate_is_probed_before_a_random_plan_chooses_it() -> None:
 # Records
 
 
-def test_features_of_a_choice_do_not_depend_on_the_rent() -> None:
-    now = state(slot("a", candidates=(wide("x"), SMALL)))
-    options = [None, *((now.slots[0], candidate) for candidate in now.slots[0].candidates)]
+def test_features_of_a_move_do_not_depend_on_the_rent() -> None:
+    now = state(slot("a", candidates=(wide("x"), Candidate("norm", Cost(20, 100), 0.0))))
+    options = [NOTHING, *moves(now)]
     dear = replace(now, rent=RentConfig(parameters=9.0, flops=9.0))
     found = describe(now, options)
     assert np.array_equal(found, describe(dear, options))
-    assert found[:, -1].tolist() == [0, 1, 1]
+    assert found[:, MOVE.column("grows")].tolist() == [0, 1, 1]
     assert len(np.unique(found, axis=0)) == 3
     assert np.all(np.abs(found) <= 1.5)
 
 
-def test_the_size_after_a_choice_counts_everything_that_is_added() -> None:
+def test_the_size_after_a_move_counts_everything_that_is_added() -> None:
     now = state(slot("a", candidates=(wide("x"),)), added=Cost(500, 10_000))
-    nothing, grown = sizes_after(now, [None, (now.slots[0], now.slots[0].candidates[0])])
+    nothing, widened = sizes_after(now, [NOTHING, *moves(now)])
     assert nothing == size_of(now.added, now.host_cost) > 0
-    assert grown == size_of(Cost(2_500, 110_000), now.host_cost)
+    assert widened == size_of(Cost(2_500, 110_000), now.host_cost)
     assert size_of(now.host_cost, now.host_cost) == pytest.approx(1.3 * np.log(2))
 
 
@@ -133,20 +157,25 @@ def test_a_host_that_never_grows_equals_its_twin_and_random_plans_are_recorded()
 
 
 def with_data(samples: int, *, price: float = 0.0) -> GrowthState:
-    """Return a state of a host with this many training samples, in which a widening may grow."""
-    return state(slot("a", candidates=(wide("x"), SMALL)), training_samples=samples, rent=rent_at(price), seeds_left=3)
+    """Return a state of a host with this many training samples, in which a widening or a norm may grow."""
+    return state(
+        slot("a", candidates=(wide("x"), Candidate("norm", Cost(20, 100), 0.0))),
+        training_samples=samples,
+        rent=rent_at(price),
+        seeds_left=3,
+    )
 
 
 @cache
 def taught() -> ValueModel:
-    """Return a model of cells in which a widening gains 0.3 where data are plenty, and loses 0.3 where they are few; SMALL does nothing."""
+    """Return a model of cells in which a widening gains 0.3 where data are plenty, and loses 0.3 where they are few; norms lose 0.1."""
     records, rng = Records(), np.random.default_rng(0)
     for cell in range(40):
         now = with_data(int(rng.choice([200, 20_000]) * rng.uniform(0.7, 1.4)))
-        gains = (0.0, 0.3 if now.training_samples > 2_000 else -0.3, 0.0)  # type: ignore[operator]
-        for choice, gain in zip([None, *((now.slots[0], one) for one in now.slots[0].candidates)], gains, strict=True):
+        gains = (0.0, 0.3 if now.training_samples > 2_000 else -0.3, -0.1)  # type: ignore[operator]
+        for move, gain in zip([NOTHING, *moves(now)], gains, strict=True):
             recorder = Recorder()
-            recorder(now, choice)
+            recorder(now, move)
             end = recorder.sizes[0] + 0.1
             records.add(recorder, cell=cell, gain=gain + rng.normal(0, 0.05), end_size=end)
     return fit(records, seed=0, steps=150)
@@ -179,7 +208,7 @@ def test_nothing_grows_before_the_first_losses_or_late() -> None:
 
 def test_predictions_are_near_the_truth_with_an_uncertainty_that_covers_it() -> None:
     now = with_data(20_000)
-    options = [None, (now.slots[0], now.slots[0].candidates[0])]
+    options = [NOTHING, move_named("widen_100", now)]
     found = taught()(torch.from_numpy(describe(now, options)), torch.tensor(sizes_after(now, options)))
     assert found.gain.mean(0).tolist() == pytest.approx([0.0, 0.3], abs=0.06)
     assert found.size.mean(0)[1].item() == pytest.approx(sizes_after(now, options)[1] + 0.1, abs=0.1)
@@ -194,7 +223,7 @@ def test_a_value_controller_decides_for_a_real_host() -> None:
 
 
 class Watching:
-    """A random plan, and the features of everything that it could have chosen."""
+    """A random plan, and the features of every move that it could have made."""
 
     name = "random"
 
@@ -202,17 +231,17 @@ class Watching:
         self.plan, self.seen = RandomPlan(seed), list[np.ndarray]()
 
     def decide(self, now: GrowthState) -> Decision:
-        self.seen.append(describe(now, [None, *choices(now)]))
+        self.seen.append(describe(now, [NOTHING, *moves(now)]))
         return self.plan.decide(now)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [3, 22])
-def test_choices_in_width_and_depth_are_described_alike_in_a_fleet_and_in_grow(seed: int) -> None:
+def test_moves_in_width_and_depth_are_described_alike_in_a_fleet_and_in_grow(seed: int) -> None:
     """Before and after seeds were kept, and slots opened again behind them."""
     task = small_task()
     rules = LifecycleConfig(holding_epochs=1, embargo_epochs=1)
-    names = ("norm", "conv3x3", "widen_25", "widen_100")
+    names = ("norm", "double_conv3x3", "widen_100", "widen_300")
     growth = GrowthConfig(lifecycle=rules, blueprints=names, budget=BudgetConfig(max_seeds_per_place=2))
     config = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
     setting = HostConfig(seed=3, growth_seed=5, horizon=10, learning_rate=0.01, rent=FREE)

@@ -1,10 +1,12 @@
 """Features of a controller's observation, in three tables: HOST, SLOT (per slot) and CANDIDATE (per candidate of a slot).
 
+A fourth table, MOVE, describes a move in a host (see `esper.controller.plans`) without any price.
+
 No feature depends on the unit of the loss. Losses run from 0 (floor of the loss scale) to 1 (uninformed loss). Gains, rents, estimates of
 the probe and norms of gradients are in units of that scale, which are nats for ten classes.
 
-In the tables, `v` is the input of a feature: an `ObservedHost`, `ObservedSlot` or `ObservedCandidate`. The functions that a table needs are
-above it.
+In the tables, `v` is the input of a feature: an `ObservedHost`, `ObservedSlot`, `ObservedCandidate` or `ObservedMove`. The functions that a
+table needs are above it.
 
 Names, units and ranges are part of the layout version of controller files: changing one makes existing files unusable.
 """
@@ -16,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from esper.controller.plans import NORM, Move
 from esper.controller.table import Feature, FeatureTable, Scale, flag, log, share, signed_log
 from esper.growth.controllers.heuristic import projected_loss
 from esper.growth.host.layout import Kind
@@ -57,6 +60,14 @@ class ObservedCandidate:
     may: bool  # whether it may germinate
 
 
+@dataclass(frozen=True, slots=True)
+class ObservedMove:
+    """Input of the features of MOVE."""
+
+    state: GrowthState
+    move: Move
+
+
 def when(thing: Thing | None, value: Callable[[Thing], float | None]) -> float | None:
     """Return `value(thing)`; None for None."""
     return None if thing is None else value(thing)
@@ -93,6 +104,10 @@ def last(losses: Sequence[float]) -> float | None:
     return losses[-1] if losses else None
 
 
+def lowest(losses: Sequence[float]) -> float | None:
+    return min(losses, default=None)
+
+
 def log_ratio(after: float | None, before: float | None) -> float | None:
     """Return log(after / before); None if one of them is unknown or not a positive finite number."""
     if after is None or before is None or not (0 < after < math.inf and 0 < before < math.inf):
@@ -121,7 +136,7 @@ def gap(state: GrowthState) -> float | None:
 
 def above_best(losses: Sequence[float]) -> float | None:
     """Return log(last loss / lowest loss)."""
-    return log_ratio(last(losses), min(losses, default=None))
+    return log_ratio(last(losses), lowest(losses))
 
 
 def epochs_left(state: GrowthState) -> float | None:
@@ -292,4 +307,81 @@ CANDIDATE: FeatureTable[ObservedCandidate] = FeatureTable((
     flag("is_probed", lambda v: v.candidate is not None and v.candidate.promise is not None),
     signed_log("promise", "units per epoch", 1e-3, 3, estimated_fall),
     signed_log("promise_after_rent", "units per epoch", 1e-3, 3, estimated_fall_after_rent),
+))  # fmt: skip
+
+
+def passes(epochs: float | None, state: GrowthState) -> float | None:
+    """Return how often every training sample is seen in this many epochs."""
+    return None if epochs is None or state.samples_per_epoch is None else ratio(epochs * state.samples_per_epoch, state.samples)
+
+
+def epochs_since_best(state: GrowthState) -> int | None:
+    """Return the number of epochs since the lowest validation loss."""
+    best = lowest(state.val_losses)
+    return None if best is None else len(state.val_losses) - 1 - state.val_losses.index(best)
+
+
+def is_kept(slot: SlotState) -> bool:
+    return slot.stage is Stage.FOSSILIZED
+
+
+def contribution_of_all(state: GrowthState) -> float | None:
+    """Return the sum of the measured contributions of all seeds, in units of the scale."""
+    return in_units(sum(slot.contribution.gain.estimate for slot in state.slots if slot.contribution is not None), state)
+
+
+def share_of_kind(kind: Kind) -> Feature[ObservedMove]:
+    return share(f"share_{kind}", "of the slots", lambda v: ratio(sum(s.place.kind == kind for s in v.state.slots), len(v.state.slots)))
+
+
+def falls(view: ObservedMove) -> list[float]:
+    """Return the fall of the loss in an epoch that the probe estimates for each seed of a move, in units of the scale."""
+    seen = (ObservedCandidate(view.state, slot, candidate.blueprint, candidate, True) for slot, candidate in view.move.choices)
+    return [fall for fall in map(estimated_fall, seen) if fall is not None]
+
+
+def load_after(view: ObservedMove) -> float:
+    return view.state.host_load + sum(candidate.load for _, candidate in view.move.choices)
+
+
+MOVE: FeatureTable[ObservedMove] = FeatureTable((
+    share("progress", "of the planned epochs", lambda v: ratio(v.state.epoch, v.state.epochs)),
+    signed_log("epochs_left", "epochs", 3, 300, lambda v: epochs_left(v.state)),
+    log("steps_left", "count", 10, 1e6, lambda v: when(epochs_left(v.state), lambda left: max(left * v.state.steps_per_epoch, 1.0))),
+    log("passes", "through the data", 0.1, 1e3, lambda v: passes(v.state.epoch, v.state)),
+    log("passes_left", "through the data", 0.1, 1e3, lambda v: passes(epochs_left(v.state), v.state)),
+    Feature("train_loss", "of the uninformed loss", Scale.AS_IS, 0.0, 1.5, lambda v: relative(last(v.state.train_losses), v.state)),
+    Feature("val_loss", "of the uninformed loss", Scale.AS_IS, 0.0, 1.5, lambda v: relative(last(v.state.val_losses), v.state)),
+    Feature("best_loss", "of the uninformed loss", Scale.AS_IS, 0.0, 1.5, lambda v: relative(lowest(v.state.val_losses), v.state)),
+    log("train_loss_log", "of the uninformed loss", 1e-3, 2, lambda v: relative(last(v.state.train_losses), v.state)),
+    log("val_loss_log", "of the uninformed loss", 1e-3, 2, lambda v: relative(last(v.state.val_losses), v.state)),
+    log("projected_train_loss", "of the uninformed loss", 1e-3, 2, lambda v: projected(v.state)),
+    signed_log("train_slope", "log loss per epoch", 0.01, 1, lambda v: slope(train_losses(v.state), 1)),
+    signed_log("val_slope", "log loss per epoch", 0.01, 1, lambda v: slope(val_losses(v.state), 1)),
+    signed_log("long_train_slope", "log loss per epoch", 0.01, 1, lambda v: slope(train_losses(v.state), SLOPE_EPOCHS)),
+    signed_log("long_val_slope", "log loss per epoch", 0.01, 1, lambda v: slope(val_losses(v.state), SLOPE_EPOCHS)),
+    signed_log("gap", "log of validation / training loss", 0.05, 3, lambda v: gap(v.state)),
+    signed_log("above_best", "log of validation loss / its best", 0.02, 3, lambda v: above_best(val_losses(v.state))),
+    share("since_best", "of the planned epochs", lambda v: ratio(epochs_since_best(v.state), v.state.epochs)),
+    log("uninformed_loss", "nats", 0.3, 10, lambda v: v.state.uninformed_loss),
+    signed_log("learning_rate", "", 1e-4, 1, lambda v: v.state.learning_rate),
+    log("samples", "count", 1e2, 1e7, lambda v: v.state.samples),
+    log("samples_per_load", LOAD, 1e-3, 1e4, lambda v: ratio(v.state.samples, v.state.host_load)),
+    log("narrowest", "channels or features", 1, 4096, lambda v: min((s.place.width for s in v.state.slots), default=None)),
+    signed_log("slots", "count", 3, 100, lambda v: len(v.state.slots)),
+    *map(share_of_kind, KINDS),
+    signed_log("added_parameters", "of the host's", 0.05, 100, lambda v: ratio(v.state.added.parameters, v.state.host_cost.parameters)),
+    signed_log("added_flops", "of the host's", 0.05, 100, lambda v: ratio(v.state.added.flops, v.state.host_cost.flops)),
+    signed_log("kept", "seeds", 3, 100, lambda v: sum(map(is_kept, v.state.slots))),
+    signed_log("growing", "seeds", 3, 100, lambda v: sum(slot.blueprint is not None and not is_kept(slot) for slot in v.state.slots)),
+    signed_log("contribution", "units, of all seeds", 1e-2, 3, lambda v: contribution_of_all(v.state)),
+    flag("grows", lambda v: bool(v.move.choices)),
+    flag("is_wider", lambda v: any(candidate.widened for _, candidate in v.move.choices)),
+    flag("is_deeper", lambda v: any(not one.widened and one.blueprint != NORM for _, one in v.move.choices)),
+    signed_log("seeds", "count", 1, 30, lambda v: len(v.move.choices)),
+    signed_log("parameters", "of the host's", 0.02, 100, lambda v: ratio(v.move.cost.parameters, v.state.host_cost.parameters)),
+    signed_log("flops", "of the host's", 0.02, 100, lambda v: ratio(v.move.cost.flops, v.state.host_cost.flops)),
+    log("samples_per_load_after", LOAD, 1e-3, 1e4, lambda v: ratio(v.state.samples, load_after(v))),
+    signed_log("promise", "units per epoch, of all seeds", 1e-3, 10, lambda v: sum(falls(v))),
+    signed_log("largest_promise", "units per epoch", 1e-3, 10, lambda v: max(falls(v), default=None)),
 ))  # fmt: skip

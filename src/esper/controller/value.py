@@ -1,15 +1,13 @@
-"""The value of growing: a regression of what a choice gains in the end, fitted to hosts that grew at random.
+"""The value of growing: a regression of what a move gains in the end, fitted to hosts that grew at random.
 
     records = Records()                               # filled by RandomPlan(record=...), see `Recorder`
     model = fit(records, seed=0)
-    controller = ValueController(model)               # grows what is worth more than its rent, by the model
+    controller = ValueController(model)               # makes the moves that are worth more than their rent, by the model
 
-For a state of a host and a choice (a slot and a blueprint, or to grow nothing more) the model predicts two figures for the end of the
-training: the gain over the twin, which never grows, in units of the loss scale; and the size, the rent at a price of 1. Both are means over
-a random continuation: after the choice, the hosts of the data went on to grow at random. So the value of a choice is gain - price × size,
-at any price. The members of an ensemble are fitted to different samples of the cells; their spread is the uncertainty.
-
-Features that depend on the rent are left out, because the data do not depend on it either.
+For a state of a host and a move, or NOTHING, which means to grow nothing more, the model predicts two figures for the end of the training:
+the gain over the twin, which never grows, in units of the loss scale; and the size, the rent at a price of 1. Both are means over a random
+continuation: after the move, some hosts of the data went on to grow at random. So the value of a move is gain - price × size, at any price.
+The members of an ensemble are fitted to different samples of the cells; their spread is the uncertainty.
 
 Shapes: M = records, F = features, E = members of the ensemble.
 """
@@ -28,12 +26,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper.controller.features import CANDIDATE, HOST, SLOT, ObservedCandidate, ObservedHost, ObservedSlot
-from esper.controller.layout import OPS
-from esper.controller.plans import Choice, choices
+from esper.controller.features import MOVE, ObservedMove
+from esper.controller.plans import NOTHING, Move, moves
 from esper.growth.config import RentConfig
 from esper.growth.controllers.baselines import see_through
-from esper.growth.lifecycle.stages import Action, Cost, Decision, Germinate, GrowthState
+from esper.growth.lifecycle.stages import Action, Cost, Decision, GrowthState
 from esper.growth.measure.contribution import rent_of, total
 from esper.rng import Streams
 
@@ -53,68 +50,38 @@ def size_of(added: Cost, host: Cost) -> float:
     return rent_of(added, host, rent_at(1.0))
 
 
-# Features
-
-
-def _kept_columns() -> NDArray[np.bool_]:
-    names = [
-        f"{part} {feature.name}" for part, table in (("host", HOST), ("slot", SLOT), ("candidate", CANDIDATE)) for feature in table.features
-    ]
-    return np.array(["rent" not in name and not name.startswith("slot may_") for name in names])
-
-
-_COLUMNS = _kept_columns()
-FEATURES = int(_COLUMNS.sum()) + 1  # the last one says that something grows
-
-
-def describe(state: GrowthState, options: Sequence[Choice | None]) -> Vector:
-    """Return the features [options, F] of these choices in a state; None stands for growing nothing more."""
-    host = HOST.scaled(np.array([HOST.values(ObservedHost(state))], dtype=float))
-    rows = []
-    of_slots: dict[str, Vector] = {}
-    for option in options:
-        slot_part, candidate_part = np.zeros((1, SLOT.width), np.float32), np.zeros((1, CANDIDATE.width), np.float32)
-        if option is not None:
-            slot, candidate = option
-            if slot.place.name not in of_slots:
-                view = ObservedSlot(state, slot, dict.fromkeys(OPS, False))
-                of_slots[slot.place.name] = SLOT.scaled(np.array([SLOT.values(view)], dtype=float))
-            slot_part = of_slots[slot.place.name]
-            seen = ObservedCandidate(state, slot, candidate.blueprint, candidate, True)
-            candidate_part = CANDIDATE.scaled(np.array([CANDIDATE.values(seen)], dtype=float))
-        whole = np.concatenate([host, slot_part, candidate_part], axis=1)[:, _COLUMNS]
-        rows.append(np.append(whole[0], np.float32(option is not None)))
-    return np.stack(rows)
-
-
-def sizes_after(state: GrowthState, options: Sequence[Choice | None]) -> list[float]:
-    """Return the size of all that is added to the host, with each of the choices."""
-    costs = [Cost(0, 0) if option is None else option[1].cost for option in options]
-    return [size_of(total([state.added, cost]), state.host_cost) for cost in costs]
-
-
 # Data
+
+
+def describe(state: GrowthState, options: Sequence[Move]) -> Vector:
+    """Return the features [options, F] of these moves in a state."""
+    return MOVE.scaled(np.array([MOVE.values(ObservedMove(state, move)) for move in options], dtype=float))
+
+
+def sizes_after(state: GrowthState, options: Sequence[Move]) -> list[float]:
+    """Return the size of all that is added to the host, with each of the moves."""
+    return [size_of(total([state.added, move.cost]), state.host_cost) for move in options]
 
 
 @dataclass
 class Recorder:
-    """Records the choices of one host; it is the `record` of a `RandomPlan`."""
+    """Records the moves of one host; it is the `record` of a plan."""
 
     features: list[Vector] = field(default_factory=list)
-    sizes: list[float] = field(default_factory=list)  # with the choice
+    sizes: list[float] = field(default_factory=list)  # with the move
 
-    def __call__(self, state: GrowthState, choice: Choice | None) -> None:
-        self.features.append(describe(state, [choice])[0])
-        self.sizes += sizes_after(state, [choice])
+    def __call__(self, state: GrowthState, move: Move) -> None:
+        self.features.append(describe(state, [move])[0])
+        self.sizes += sizes_after(state, [move])
 
 
 @dataclass
 class Records:
-    """The choices of many hosts, with what came of them."""
+    """The moves of many hosts, with what came of them."""
 
     features: list[Vector] = field(default_factory=list)
     cells: list[int] = field(default_factory=list)  # number of the cell; members of the ensemble are fitted to different cells
-    sizes: list[float] = field(default_factory=list)  # right after the choice
+    sizes: list[float] = field(default_factory=list)  # right after the move
     gains: list[float] = field(default_factory=list)  # at the end, in units
     end_sizes: list[float] = field(default_factory=list)  # at the end
 
@@ -135,7 +102,7 @@ class Records:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a choice comes to, by all members of an ensemble."""
+    """What a move comes to, by all members of an ensemble."""
 
     gain: Tensor  # [E, M]
     size: Tensor  # [E, M]
@@ -154,7 +121,7 @@ class ValueModel(nn.Module):
     gain_scale: Tensor
 
     def __init__(
-        self, *, features: int = FEATURES, width: int = WIDTH, members: int = MEMBERS, generator: torch.Generator | None = None
+        self, *, features: int = MOVE.width, width: int = WIDTH, members: int = MEMBERS, generator: torch.Generator | None = None
     ) -> None:
         super().__init__()
         sizes = [features, width, width, 3]
@@ -170,7 +137,7 @@ class ValueModel(nn.Module):
         self.register_buffer("gain_scale", torch.ones(()))
 
     def forward(self, features: Tensor, sizes: Tensor) -> Prediction:
-        """Predict what choices with these features [M, F] come to; `sizes` [M] are those of the host right after them."""
+        """Predict what moves with these features [M, F] come to; `sizes` [M] are those of the host right after them."""
         hidden = ((features - self.mean) / self.deviation).clamp(-5, 5).expand(len(self.weights[0]), -1, -1)
         for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             hidden = torch.baddbmm(bias, hidden, weight)
@@ -226,7 +193,7 @@ def _bootstrap_weights(cells: Sequence[int], rng: np.random.Generator) -> Tensor
 
 
 class ValueController:
-    """Grows the choice with the highest value, if it is above that of growing nothing more by `caution` standard deviations of the members.
+    """Makes the move with the highest value, if it is above that of growing nothing more by `caution` standard deviations of the members.
 
     It decides from the second decision on, when there are losses and the estimates of a probe, up to `until` of the training. The price is
     that of the host's parameters; another price of FLOPs than that of `rent_at` is not seen.
@@ -238,24 +205,26 @@ class ValueController:
         self.model, self.caution, self.until = model, caution, until
 
     def decide(self, state: GrowthState) -> Decision:
-        options = choices(state)
+        options = moves(state)
         is_early = state.epochs is None or state.epoch <= max(self.until * state.epochs, 1)
-        grown, why = self._grow(state, options) if options and is_early and state.epoch > 0 else ([], "")
-        actions = (*grown, *see_through(state, {action.slot for action in grown}))
-        return Decision(actions, why, probe=is_early and bool(options))
+        move, why = self._choose(state, options) if options and is_early and state.epoch > 0 else (NOTHING, "")
+        actions: list[Action] = move.germinate(why)
+        actions += see_through(state, {action.slot for action in actions})
+        return Decision(tuple(actions), why, probe=is_early and bool(options))
 
-    def _grow(self, state: GrowthState, options: Sequence[Choice]) -> tuple[list[Action], str]:
-        everything = [None, *options]
+    def _choose(self, state: GrowthState, options: Sequence[Move]) -> tuple[Move, str]:
+        """Return the move to make and the reason."""
+        everything = [NOTHING, *options]
         with torch.no_grad():
             features, sizes = torch.from_numpy(describe(state, everything)), torch.tensor(sizes_after(state, everything))
             found = self.model(features, sizes)
-        price = state.rent.parameters
-        ahead = found.value(price)[:, 1:] - found.value(price)[:, :1]  # of growing nothing more [E, options]
+        value = found.value(state.rent.parameters)
+        ahead = value[:, 1:] - value[:, :1]  # of growing nothing more [E, options]
         score = ahead.mean(0) - self.caution * ahead.std(0)
         best = int(score.argmax())
-        (slot, candidate), gain = options[best], float(found.gain[:, 1 + best].mean())
-        why = f"expected to end {gain:.3g} ahead of never growing, and {float(ahead.mean(0)[best]):.3g} ahead of growing nothing more"
-        return ([Germinate(slot.place.name, why, candidate.blueprint)], why) if score[best] > 0 else ([], f"grows nothing: best {why}")
+        gain, more = float(found.gain[:, 1 + best].mean()), float(ahead.mean(0)[best])
+        why = f"{options[best].name}: expected to end {gain:.3g} ahead of never growing, and {more:.3g} ahead of growing nothing more"
+        return (options[best], why) if score[best] > 0 else (NOTHING, f"grows nothing; best is {why}")
 
     def state_dict(self) -> dict[str, Any]:
         return {}
