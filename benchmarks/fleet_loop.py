@@ -2,12 +2,12 @@
 
     python benchmarks/fleet_loop.py --device cuda --precision bfloat16
     python benchmarks/fleet_loop.py --device cuda --precision bfloat16 --task cifar10 --data-dir DIR
-    python benchmarks/fleet_loop.py --shape 1x8x8 --channels 2-3 --hosts 4 --batch 8 --steps 2 --horizon 3 --samples 64 --validation 16
+    python benchmarks/fleet_loop.py --shape 1x8x8 --width 2 --blocks 2 --hosts 4 --batch 8 --steps 2 --horizon 4 --samples 64
 
 A round is a whole life of `--hosts` hosts, `--steps` training steps of `--batch` samples between two decisions, and the update that
-follows. The policy is a fresh one that learns. It may germinate or wait, a host holds one seed at most, and whatever grows stays on trial
-to the end. So a host has about one living seed, and what that one contributes is measured at every decision: the dearest that one seed
-can be. How many there were is counted.
+follows. The policy is a fresh one that learns. All candidates are probed before every decision in which it may grow something; a host
+holds one seed at most, and whatever grows stays on trial to the end. So a host has about one living seed, and what that one contributes is
+measured at every decision: the dearest that one seed can be. How many there were is counted.
 
 One round to warm up, then `--rounds` that are timed without a break, then one that is timed part by part; that last one waits for the
 device whenever a part ends, so its seconds tell shares and no speed.
@@ -24,10 +24,11 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
+import msgspec
 import torch
 
 from clock import Parts, Timed, now
-from esper.controller.config import ControllerConfig, DomainConfig
+from esper.controller.config import ControllerConfig, DomainConfig, MoveNetworkConfig
 from esper.controller.env import GrowthEnv
 from esper.controller.network import make_parts
 from esper.devices import find_device, threads
@@ -37,12 +38,12 @@ from esper.fleet.fleet import Fleet
 from esper.fleet.kernels import compiled_kernels
 from esper.fleet.seed_groups import SeedStorage
 from esper.growth.config import BudgetConfig, GrowthConfig, LifecycleConfig
-from esper.rl import PPO, PPOConfig
+from esper.rl import PPO
 from esper.rl.collector import Collector
 from esper.rng import Streams
 from esper.tasks import Task, load_task
 from esper.vecenv import Actions, Timestep
-from fleet import BLUEPRINTS, CudaMemory, ResidentMemory, compiles, synthetic_task
+from fleet import CudaMemory, ResidentMemory, compiles, synthetic_task
 from records import Output, Record, metadata
 
 BAR = 20 * 27_000  # training samples per second, of the hosts that are decided for
@@ -73,7 +74,7 @@ class Watched(GrowthEnv):
         twinned_fleets = list(self.twinned_fleets)
         training = [twinned.fleet.training() for twinned in twinned_fleets]
         answer = super().step(actions)
-        size = self.config.fleet.batch_size * twinned_fleets[0].fleet.steps_per_decision
+        size = twinned_fleets[0].fleet.config.batch_size * twinned_fleets[0].fleet.steps_per_decision
         for twinned, rows in zip(twinned_fleets, training, strict=True):
             if rows:
                 hosts = twinned.fleet.rows[: twinned.hosts]
@@ -87,21 +88,27 @@ class Watched(GrowthEnv):
 
 
 def settings(options: argparse.Namespace, task: str) -> ControllerConfig:
+    """Return the settings of a training in which all hosts are of one cell, so that its fleet is used again and again."""
+    samples = options.batch * options.steps * options.horizon
     return ControllerConfig(
         hosts=options.hosts,
-        ops=tuple(options.ops),
+        fleets=1,
+        hosts_per_twin=options.hosts_per_twin,
         domain=DomainConfig(
-            tasks=(task,),
-            hosts=(options.channels,),
-            held_out_hosts=(),
-            fleets=1,
+            sources=(task,),
+            families=("conv",),
+            width=(options.width, options.width),
+            blocks=(options.blocks, options.blocks),
+            samples=(2**20, 2**20),  # all
+            classes=(10, 10),
+            clean_share=1.0,
+            optimizers=("adamw",),
+            schedules=("cosine",),
+            batch_size=(options.batch, options.batch),
             horizon=(options.horizon, options.horizon),
-            plain_share=1.0,
-            hosts_per_twin=options.hosts_per_twin,
+            samples_of_a_life=(samples, samples),
         ),
         fleet=FleetConfig(
-            batch_size=options.batch,
-            steps_per_decision=options.steps,
             validation_samples=options.validation,
             validation_batch=min(options.validation_batch, options.validation),
             precision=options.precision,
@@ -109,13 +116,12 @@ def settings(options: argparse.Namespace, task: str) -> ControllerConfig:
         growth=GrowthConfig(
             blueprints=tuple(options.blueprints),
             budget=BudgetConfig(max_seeds=options.seeds, max_parameters=None, max_flops=None),
-            lifecycle=LifecycleConfig(holding_epochs=1),
+            lifecycle=LifecycleConfig(holding_epochs=options.horizon),
         ),
-        ppo=PPOConfig(
+        network=MoveNetworkConfig(temperature=1.0),  # nearly uniform at first
+        ppo=msgspec.structs.replace(
+            ControllerConfig().ppo,
             num_steps=options.horizon + 1,  # a whole life
-            gamma=1.0,
-            time_limit_is_end=True,
-            normalize_observations=False,
             num_minibatches=min(4, options.hosts),
         ),
     )
@@ -123,9 +129,7 @@ def settings(options: argparse.Namespace, task: str) -> ControllerConfig:
 
 def make_loop(config: ControllerConfig, load: Callable[[str], Task], device: torch.device) -> tuple[PPO, Watched]:
     env = Watched(config, load, seed=0, device=device)
-    parts = make_parts(
-        config.network, config.ppo.network, slots=env.slots, blueprints=env.blueprints, generator=Streams(0).torch("controller")
-    )
+    parts = make_parts(config.network, config.ppo.network, generator=Streams(0).torch("controller"))
     return PPO(env, config.ppo, parts.encoder, actor=parts.actor, critic=parts.critic, device=device), env
 
 
@@ -188,11 +192,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=45_000, help="of noise to train on")
     parser.add_argument("--validation", type=int, default=2_048, help="samples that hosts are validated on")
     parser.add_argument("--validation-batch", type=int, default=256)
-    parser.add_argument("--channels", default="8-16-32", help="of the hosts' blocks")
+    parser.add_argument("--width", type=int, default=8, help="channels of the first block; twice as many after each halving of the size")
+    parser.add_argument("--blocks", type=int, default=3)
     parser.add_argument("--precision", choices=["float32", "bfloat16", "float64"], default="float32")
-    parser.add_argument("--blueprints", nargs="+", default=list(BLUEPRINTS))
+    parser.add_argument("--blueprints", nargs="+", default=["norm", "double_conv3x3", "widen_100"])
     parser.add_argument("--seeds", type=int, default=1, help="that a host can hold")
-    parser.add_argument("--ops", nargs="+", default=["germinate"], help="what the policy may do beside waiting")
     parser.add_argument("--bar", type=float, default=BAR, help="decided samples per second to reach")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, help="also written to this file")
@@ -219,7 +223,7 @@ def run(options: argparse.Namespace, device: torch.device) -> Record:
         "steps": options.steps,
         "horizon": options.horizon,
         "validation": min(options.validation, len(task.validation)),
-        "host": options.channels,
+        "host": env.twinned_fleets[0].setting.cell.host,
         "task": task.name,
         "precision": options.precision,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else metadata()["processor"],

@@ -113,11 +113,11 @@ def fleet_repeats(emit: Emit, options: argparse.Namespace, *, repeats: int, devi
     task = synthetic_task((3, 32, 32), options.batch, train=options.samples, validation=options.validation)
     defaults = argparse.Namespace(
         **vars(options),
-        ops=["germinate"],
-        channels="8-16-32",
+        width=8,
+        blocks=3,
         hosts_per_twin=4,
         validation_batch=256,
-        blueprints=list(fleet_loop.BLUEPRINTS),
+        blueprints=["norm", "double_conv3x3", "widen_100"],
         seeds=1,
     )
     ppo, env = fleet_loop.make_loop(fleet_loop.settings(defaults, task.name), lambda name: task, device)

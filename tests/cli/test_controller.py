@@ -22,11 +22,11 @@ from esper.cli.grow_progress import GrowProgress
 from esper.cli.main import main
 from esper.cli.progress import PlainLines
 from esper.config import load
-from esper.controller.config import ControllerConfig, SlotNetworkConfig
+from esper.controller.config import ControllerConfig, MoveNetworkConfig
 from esper.controller.events import RoundEnded
-from esper.controller.layout import LAYOUT_VERSION, Op
+from esper.controller.layout import LAYOUT_VERSION
 from esper.controller.learned import Learned, load_controller, save_controller
-from esper.controller.network import make_policy
+from esper.controller.network import MoveActor, make_policy
 from esper.experiment import grow_task
 from esper.experiment.config import GrowTaskConfig
 from esper.growth.config import GrowthConfig, LifecycleConfig
@@ -55,12 +55,13 @@ from tests.commands import (
 from tests.processes import start, torchrun
 
 SMALL = [
-    "--holding-epochs", "1", "--steps-per-decision", "2", "--fleet.batch-size", "16", "--validation-samples", "64", "--threads", "1",
-    "--device", "cpu", "--growth.blueprints", "norm", "conv1x1",
+    "--holding-epochs", "1", "--validation-samples", "64", "--threads", "1", "--device", "cpu", "--growth.blueprints", "norm", "widen_100",
 ]  # fmt: skip
 OPTIONS = [
-    *SMALL, "--task", "digits", "--domain.hosts", "2-4-8", "--held-out-hosts", "3-6-12", "--hosts", "4", "--horizon", "3", "4",
-    "--num-steps", "6", "--num-minibatches", "2", "--num-epochs", "1", "--hidden-size", "8", "--width", "8", "--checkpoint-every", "1",
+    *SMALL, "--source", "digits", "--families", "conv", "--domain.width", "2", "3", "--blocks", "1", "1", "--domain.batch-size", "16", "16",
+    "--samples-of-a-life", "96", "128", "--fleets", "1", "--hosts", "4", "--horizon", "3", "4", "--num-steps", "6",
+    "--num-minibatches", "2", "--num-epochs", "1", "--hidden-size", "8", "--network.width", "8", "--members", "2",
+    "--checkpoint-every", "1",
 ]  # fmt: skip
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -80,7 +81,7 @@ def train(folder: str | Path, rounds: int, *more: str) -> int:
 def living_seeds(folder: Path) -> int:
     """Count the seeds on trial in all hosts of the latest checkpoint."""
     environment = open_store(folder).load("latest").state["ppo"]["environment"]
-    backends = [backend for twinned in environment["squads"] for host in twinned["fleet"]["rows"] for backend in host["garden"].values()]
+    backends = [backend for twinned in environment["fleets"] for host in twinned["fleet"]["rows"] for backend in host["garden"].values()]
     return sum(backend["has_seed"] and backend["life"]["stage"] != Stage.FOSSILIZED for backend in backends)
 
 
@@ -93,16 +94,18 @@ def living_seeds(folder: Path) -> int:
     [
         (["train", "--hosts", "0"], "--hosts: expected an int > 0 and <= "),
         (["train", "--rounds", "0"], "--rounds: expected an int > 0, got 0"),
-        (["train", "--task", "digts"], "no task named 'digts'; did you mean 'digits'?"),
-        (["train", "--task", "digits", "--task", "digits"], "--domain.tasks: expected names, at least one and each once"),
-        (["train", "--task", "digits", "--domain.tasks", "digits-1d"], "--task is short for --domain.tasks; leave one of them out"),
-        (["train", "--task", "cifar10"], "pass it with --data-dir"),
-        (["train", "--task", "cifar10", "--data-dir", "nowhere"], "no folder nowhere"),
+        (["train", "--source", "digts"], "no task named 'digts'; did you mean 'digits'?"),
+        (["train", "--source", "digits", "--source", "digits"], "--domain.sources: expected names, at least one and each once"),
+        (["train", "--source", "digits", "--domain.sources", "text"], "--source is short for --domain.sources; leave one of them out"),
+        (["train", "--source", "cifar10"], "pass it with --data-dir"),
+        (["train", "--source", "cifar10", "--data-dir", "nowhere"], "no folder nowhere"),
+        (["train", "--source", "text", "--families", "conv"], "--domain.families: expected one that can read text"),
+        (["train", "--start", "nowhere.safetensors"], "there is no file nowhere.safetensors"),
         (["train", "--horizon", "2", "9"], "expected at least 3 decisions: a seed needs as many to be raised, blended and kept"),
         (["train", "--raise-mode", "shadow", "--horizon", "7", "9"], "expected at least 8 decisions"),
         (["train", "--horizon", "9", "8"], "--domain.horizon: expected a range, the smaller number first"),
-        (["train", "--growth.slots", "blocks.0", "blocks.9"], "no submodule is named 'blocks.9'; near to it: blocks."),
-        (["train", "--domain.hosts", "4-8-16"], "--domain.held-out-hosts: expected channels that are not among hosts"),
+        (["train", "--price", "0.1", "0.01"], "--domain.price: expected a range, the smaller number first"),
+        (["train", "--normalize-values"], "--ppo.normalize-values: expected false"),
         (["train", "--run", "/dev/null/run"], "no run can be made in /dev/null/run"),
         (["train", "--config", "none.toml"], "no such config file: none.toml"),
         (["train", "--resume"], "--resume needs the folder of the run"),
@@ -156,7 +159,7 @@ def test_a_run_writes_a_controller_and_prints_how_to_use_it(finished: Path, caps
     assert result["hosts"] == sum(end.hosts for end in ends) > 0
     assert result["utility"] == pytest.approx(result["gain"] - result["rent"])
     assert result["grown"] == sum(end.grown for end in ends) > 0
-    assert load(ControllerConfig, finished / "config.toml").domain.tasks == ("digits",)
+    assert load(ControllerConfig, finished / "config.toml").domain.sources == ("digits",)
 
 
 @pytest.mark.slow
@@ -190,9 +193,9 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, capsys: py
     assert main(["controller", "train", *OPTIONS, "--seed", "7", "--rounds", "3", "--dry-run", "--json"]) == 0
     result = last_line(capsys.readouterr().out)
     plan = result["plan"]
-    assert (plan["rounds"], plan["decisions_per_round"], plan["most_slots"], plan["most_blueprints"]) == (3, 24, 3, 2)
+    assert (plan["rounds"], plan["decisions_per_round"], plan["fleets"]) == (3, 24, 1)
     assert result["config"]["ppo.seed"] == 7
-    assert result["config"]["domain.tasks"] == ["digits"]
+    assert result["config"]["domain.sources"] == ["digits"]
     assert not list(tmp_path.iterdir())
 
 
@@ -280,7 +283,7 @@ def test_plain_progress_has_a_start_a_line_per_round_and_an_end(finished: Path) 
     recent = read_progress(finished).recent
     assert f"round 2/2  utility {recent.utility:+.4f} (gain {recent.gain:+.4f}, rent {recent.rent:.4f})" in last
     assert f"{recent.grown} seeds grown, {recent.kept} kept" in last
-    for words in ("entropy op ", "alpha –", "explained variance", "clipped", "decisions/s", "samples/s", "done"):
+    for words in ("entropy ", "explained variance", "clipped", "decisions/s", "samples/s", "done"):
         assert words in last
 
     often = io.StringIO()
@@ -296,8 +299,8 @@ def test_plain_progress_has_a_start_a_line_per_round_and_an_end(finished: Path) 
 def test_samples_per_second_count_all_hosts_and_twins(finished: Path) -> None:
     progress = read_progress(finished)
     ends = [record.event for record in read(finished / "events.jsonl") if isinstance(record.event, RoundEnded)]
-    # Four hosts that share a twin train on 5 x 2 steps of 16 samples between decisions; there is one more decision than segments.
-    assert all(end.samples == 5 * 2 * 16 * end.horizon for end in ends)
+    # Four hosts that share a twin train on 5 batches of 16 samples in every step, for 96 to 128 samples each.
+    assert all(end.samples % (5 * 16 * end.horizon) == 0 and end.samples <= 5 * 128 for end in ends)
     per_decision = sum(end.samples for end in ends) / sum(4 * (end.horizon + 1) for end in ends)
     assert progress.samples_per_second == pytest.approx(progress.rate.value * per_decision)
 
@@ -352,18 +355,18 @@ def test_progress_of_a_comparison_is_one_changing_line_on_a_terminal_and_lines_e
 
 @pytest.fixture
 def eager(tmp_path: Path) -> Path:
-    """A controller that grows wherever it can, and keeps what it grew."""
-    memory = NetworkConfig(hidden_size=8)
-    policy = make_policy(SlotNetworkConfig(), memory, slots=3, blueprints=2, generator=torch.Generator().manual_seed(0))
+    """A controller that grows whenever it can."""
+    network = MoveNetworkConfig(temperature=1.0)
+    policy = make_policy(network, NetworkConfig(hidden_size=8), generator=torch.Generator().manual_seed(0))
+    assert isinstance(policy.actor, MoveActor)
     with torch.no_grad():
-        bias = policy.actor.op.bias  # type: ignore[union-attr]
-        bias[Op.GERMINATE], bias[Op.FOSSILIZE], bias[Op.PRUNE] = 5.0, 9.0, -5.0  # type: ignore[index, operator]
+        policy.actor.correction.bias[1:] = 9.0
     (tmp_path / "mine").mkdir()
     save_controller(tmp_path / "mine/controller.safetensors", policy)
     return tmp_path / "mine/controller.safetensors"
 
 
-GROW = ["--task", "digits", "--threads", "1", "--device", "cpu", "--holding-epochs", "1", "--blueprints", "norm", "conv1x1"]
+GROW = ["--task", "digits", "--threads", "1", "--device", "cpu", "--holding-epochs", "1", "--blueprints", "norm", "widen_100"]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from esper.controller.config import BLUEPRINTS, WIDENINGS
 from esper.gradients import GradientStats
 from esper.growth.config import LifecycleConfig, RentConfig
 from esper.growth.host.layout import Place
@@ -45,32 +46,32 @@ def state(*slots: SlotState, **fields: Any) -> GrowthState:
     return replace(base, **fields)
 
 
-def drawn_state(rng: np.random.Generator, *, slots: int = 3, blueprints: int = 4) -> GrowthState:
+def drawn_state(rng: np.random.Generator, *, slots: int = 3) -> GrowthState:
     """Anything that could be: seeds in all stages, with and without measurements."""
     epoch = int(rng.integers(0, 20))
     losses = tuple(float(loss) for loss in np.exp(rng.normal(0, 0.3, epoch)))
     return state(
-        *(_drawn_slot(rng, f"slot{index}", epoch, blueprints) for index in range(slots)),
+        *(_drawn_slot(rng, f"slot{index}", epoch) for index in range(slots)),
         epoch=epoch,
         train_losses=losses,
         val_losses=losses,
-        rent=RentConfig(parameters=float(rng.uniform(0, 4)), flops=float(rng.uniform(0, 1))),
+        rent=RentConfig(parameters=float(np.exp(rng.uniform(np.log(0.003), np.log(0.3)))), flops=float(rng.uniform(0, 0.1))),
     )
 
 
-def _drawn_slot(rng: np.random.Generator, name: str, epoch: int, blueprints: int) -> SlotState:
+def _drawn_slot(rng: np.random.Generator, name: str, epoch: int) -> SlotState:
     stage = Stage(int(rng.choice([Stage.DORMANT, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED, Stage.EMBARGOED])))
     width, side = int(rng.choice([4, 8, 16])), int(rng.choice([2, 4, 8]))
     place = Place(name, "conv", (width, side, side), depth=float(rng.uniform()), flops_behind=int(rng.integers(100_000)))
-    names = [f"blueprint{index}" for index in range(blueprints) if rng.uniform() < 0.8]
-    candidates = tuple(_drawn_candidate(rng, one) for one in names)
+    names = [blueprint for blueprint in (*BLUEPRINTS, "conv1x1") if rng.uniform() < 0.8]
+    candidates = tuple(_drawn_candidate(rng, one, name) for one in names)
     if stage not in OCCUPIED:
         return SlotState(place, stage, candidates=candidates if stage is Stage.DORMANT else (), tried=tuple(names[:1]))
     low, middle, high = sorted(float(value) for value in rng.normal(0, 0.1, 3))
     return SlotState(
         place,
         stage,
-        blueprint="blueprint0",
+        blueprint=BLUEPRINTS[0],
         cost=Cost(int(rng.integers(1, 5_000)), int(rng.integers(1, 100_000))),
         rent=float(rng.uniform(0, 0.3)),
         alpha=float(rng.uniform()),
@@ -82,7 +83,8 @@ def _drawn_slot(rng: np.random.Generator, name: str, epoch: int, blueprints: int
     )
 
 
-def _drawn_candidate(rng: np.random.Generator, name: str) -> Candidate:
+def _drawn_candidate(rng: np.random.Generator, name: str, slot_name: str) -> Candidate:
     cost = Cost(int(rng.integers(1, 5_000)), int(rng.integers(1, 100_000)))
     promise = float(rng.uniform(0, 0.01)) if rng.uniform() < 0.5 else None
-    return Candidate(name, cost, rent=float(rng.uniform(0, 0.3)), promise=promise, load=float(rng.uniform(0, 100)))
+    widened = (f"layer of {slot_name}",) if name in WIDENINGS else ()
+    return Candidate(name, cost, rent=float(rng.uniform(0, 0.3)), promise=promise, load=float(rng.uniform(0, 100)), widened=widened)

@@ -7,7 +7,8 @@ from functools import cache
 import pytest
 
 from esper.config import ConfigError
-from esper.controller.cells import LEARNING_RATES, Cell, CellDomain, draw_cell
+from esper.controller.cells import LEARNING_RATES, Cell, draw_cell
+from esper.controller.config import DomainConfig
 from esper.fleet.config import FleetConfig
 from esper.growth.config import RentConfig
 from esper.tasks import load_task
@@ -16,14 +17,14 @@ load = cache(load_task)
 
 
 def test_a_cell_depends_on_the_seed_and_its_number_alone() -> None:
-    cells = [draw_cell(CellDomain(), number=number, seed=3) for number in range(20)]
-    assert cells == [draw_cell(CellDomain(), number=number, seed=3) for number in range(20)]
+    cells = [draw_cell(DomainConfig(), number=number, seed=3) for number in range(20)]
+    assert cells == [draw_cell(DomainConfig(), number=number, seed=3) for number in range(20)]
     assert len(set(cells)) == 20
-    assert cells[0] != draw_cell(CellDomain(), number=0, seed=4)
+    assert cells[0] != draw_cell(DomainConfig(), number=0, seed=4)
 
 
 def test_cells_are_within_their_ranges_and_reach_their_ends() -> None:
-    domain = CellDomain(width=(2, 9), blocks=(1, 3), samples=(300, 500), classes=(2, 4), label_noise=(0.1, 0.3), batch_size=(16, 20))
+    domain = DomainConfig(width=(2, 9), blocks=(1, 3), samples=(300, 500), classes=(2, 4), label_noise=(0.1, 0.3), batch_size=(16, 20))
     cells = [draw_cell(domain, number=number, seed=0) for number in range(400)]
     of_values = [cell for cell in cells if cell.source != "text"]
     widths, blocks = zip(*(map(int, cell.host.partition("-")[2].split("x")) for cell in of_values), strict=True)
@@ -39,7 +40,7 @@ def test_cells_are_within_their_ranges_and_reach_their_ends() -> None:
 
 
 def test_what_a_domain_does_not_name_is_held_out() -> None:
-    domain = CellDomain(sources=("digits", "text"), families=("conv", "gpt"), horizon=(8, 12), optimizers=("sgd",), schedules=("none",))
+    domain = DomainConfig(sources=("digits", "text"), families=("conv", "gpt"), horizon=(8, 12), optimizers=("sgd",), schedules=("none",))
     cells = [draw_cell(domain, number=number, seed=0) for number in range(50)]
     assert {(cell.source, cell.family) for cell in cells} == {("digits", "conv"), ("text", "gpt")}
     assert {cell.optimizer for cell in cells} == {"sgd"}
@@ -58,7 +59,7 @@ def test_what_a_domain_does_not_name_is_held_out() -> None:
 )
 def test_a_domain_that_cannot_be_drawn_from_is_refused(fields: dict[str, object], what: str) -> None:
     with pytest.raises(ConfigError, match=what):
-        CellDomain(**fields)  # type: ignore[arg-type]
+        DomainConfig(**fields)  # type: ignore[arg-type]
 
 
 def test_all_parts_of_the_data_have_the_classes_and_the_wrong_labels_of_the_cell() -> None:
@@ -84,9 +85,9 @@ def test_a_teacher_depends_on_the_data_seed_and_on_its_size() -> None:
 def test_hosts_see_as_many_samples_as_the_cell_says_and_train_as_it_says() -> None:
     cell = Cell(source="digits", samples=300, optimizer="sgd", schedule="none", batch_size=32, steps_per_decision=7, horizon=9)
     task, rent = cell.task(load), RentConfig(parameters=0.5)
-    host = cell.host_config(17, task, rent=rent)
+    host = cell.host_config(17, len(task.train), rent=rent)
     assert (host.seed, host.horizon, host.rent, round(host.data_share * len(task.train))) == (17, 9, rent, 300)
-    assert Cell(source="digits", samples=100_000).host_config(0, task, rent=rent).data_share == 1
+    assert Cell(source="digits", samples=100_000).host_config(0, len(task.train), rent=rent).data_share == 1
     fleet = cell.fleet(FleetConfig(validation_samples=100))
     assert (fleet.optimizer, fleet.schedule, fleet.batch_size, fleet.steps_per_decision) == ("sgd", "none", 32, 7)
     assert (fleet.keep, fleet.validation_samples) == ("best", 100)

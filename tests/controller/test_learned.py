@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 from esper.controller import layout, learned
+from esper.controller.config import BLUEPRINTS, MoveNetworkConfig
 from esper.controller.features import HOST
-from esper.controller.layout import in_depth, observe
+from esper.controller.layout import MOVE_NAMES, observe, options
 from esper.controller.learned import ControllerError, load_controller, save_controller
+from esper.controller.value import ValueController, ValueModel
 from esper.fleet.config import FleetConfig, HostConfig
 from esper.growth import grow
 from esper.growth.config import GrowthConfig, LifecycleConfig, RentConfig
@@ -25,8 +27,8 @@ from esper.growth.lifecycle.stages import CompleteController, Decision, GrowthSt
 from esper.rl.config import NetworkConfig
 from esper.rl.policy import Policy
 from esper.runs import CheckpointStore, read_tensors, write_tensors
-from tests.controller.hosts import drawn_state, slot, state
-from tests.controller.policies import trained_policy
+from tests.controller.hosts import drawn_state, state
+from tests.controller.policies import NETWORK, trained_policy
 from tests.fleet.builders import BATCH, small_task, train_alone, train_in_fleet
 from tests.growth.builders import SLOTS, make_data, make_host
 
@@ -37,9 +39,13 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "controller.safetensors"
 
 
-def life(seed: int = 0, *, slots: int = 3, blueprints: int = 4, epochs: int = 12) -> list[GrowthState]:
+def life(seed: int = 0, *, slots: int = 3, epochs: int = 12) -> list[GrowthState]:
     rng = np.random.default_rng(seed)
-    return [drawn_state(rng, slots=slots, blueprints=blueprints) for _ in range(epochs)]
+    return [drawn_state(rng, slots=slots) for _ in range(epochs)]
+
+
+def value_model(seed: int = 0) -> ValueModel:
+    return ValueModel(width=16, members=3, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.slow
@@ -52,9 +58,30 @@ def test_a_controller_from_a_file_decides_as_the_policy_that_was_saved(memory: N
     controller = load_controller(tmp_path / "here" / "controller.safetensors")
     core_state = None
     for now in life():
-        obs, masks = observe([now], slots=3, blueprints=4)
+        obs, masks = observe([now])
         actions, core_state = policy.act(obs, core_state, masks=masks)
-        assert controller.decide(now) == layout.decision(now, [{head: int(choice) for head, choice in actions.items()}])
+        name = MOVE_NAMES[int(actions["move"])]
+        assert controller.decide(now) == layout.decision(now, options(now)[name], f"the policy makes the move {name}")
+
+
+def test_a_value_model_from_a_file_decides_as_the_one_that_was_saved(tmp_path: Path) -> None:
+    model, path = value_model(), tmp_path / "value.safetensors"
+    save_controller(path, model, {"cells": 12}, network=MoveNetworkConfig(caution=0.25))
+    loaded = load_controller(path)
+    assert (loaded.description.memory, loaded.description.network.caution, loaded.description.info) == (None, 0.25, {"cells": 12})
+    expected = ValueController(model, caution=0.25)
+    states = life(epochs=30)
+    assert [loaded.decide(now) for now in states] == [expected.decide(now) for now in states]
+    assert loaded.new_copy().decide(states[3]) == expected.decide(states[3])
+    again = load_controller(path)
+    again.load_state_dict(loaded.state_dict())
+    assert as_controller(again, GrowthConfig()) is again
+
+
+def test_the_value_model_of_a_policy_is_a_part_of_it(path: Path) -> None:
+    controller = load_controller(path)
+    assert controller.value.members == NETWORK.members
+    assert torch.equal(controller.value.weights[0], trained_policy().state_dict()["encoder.value.weights.0"])
 
 
 def test_a_learned_controller_is_accepted_by_grow(path: Path) -> None:
@@ -68,7 +95,7 @@ def test_a_learned_controller_is_accepted_by_grow(path: Path) -> None:
 @pytest.mark.parametrize("mode", ["joint", pytest.param("shadow", marks=pytest.mark.slow)])
 def test_a_learned_controller_grows_a_model_without_refused_actions(path: Path, mode: Literal["joint", "shadow"]) -> None:
     rules = LifecycleConfig(raise_mode=mode, training_epochs=1, blend_epochs=1, holding_epochs=1, withdraw_epochs=1, embargo_epochs=1)
-    settings = GrowthConfig(slots=SLOTS, lifecycle=rules)
+    settings = GrowthConfig(slots=SLOTS, lifecycle=rules, blueprints=BLUEPRINTS)
     kinds = set()
     for seed in range(2):
         controller = load_controller(path, seed=seed)
@@ -88,7 +115,7 @@ class Watched:
         self.controller, self.seen = controller, []
 
     def decide(self, state: GrowthState) -> Decision:
-        self.seen.append(observe([in_depth(state)], slots=3, blueprints=12))
+        self.seen.append(observe([state]))
         return self.controller.decide(state)
 
 
@@ -98,7 +125,10 @@ def test_a_host_is_observed_alike_in_a_fleet_and_in_grow(path: Path, mode: Liter
     """As controllers are trained, and as they are used: nobody tells grow the uninformed loss, nor the controller the rules."""
     task = small_task()
     rules = LifecycleConfig(raise_mode=mode, training_epochs=2, blend_epochs=1, holding_epochs=2, withdraw_epochs=1, embargo_epochs=1)
-    growth, config = GrowthConfig(lifecycle=rules), FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
+    growth, config = (
+        GrowthConfig(lifecycle=rules, blueprints=BLUEPRINTS),
+        FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64"),
+    )
     setting = HostConfig(seed=3, growth_seed=5, horizon=9, learning_rate=0.01, rent=RentConfig(parameters=0.2, flops=0.1))
     one, other = (Watched(load_controller(path, seed=4)) for _ in range(2))
     grown = train_alone(task, setting, growth, config, one)
@@ -110,16 +140,15 @@ def test_a_host_is_observed_alike_in_a_fleet_and_in_grow(path: Path, mode: Liter
                 torch.testing.assert_close(same[name], part[name], rtol=0, atol=1e-5)
     seen = dict(zip((feature.name for feature in HOST.features), one.seen[-1][0]["host"][0].tolist(), strict=True))
     assert seen["val_loss"] > 0, "the scale is known"
-    assert seen["is_raised_in_shadow"] == (mode == "shadow")
     assert grown.ledger.entries
     assert not grown.ledger.refused
     assert not fleet.rows[0].host_growth.ledger.refused
 
 
 @pytest.mark.slow
-def test_a_host_with_more_slots_and_blueprints_than_seen_is_no_error(path: Path) -> None:
+def test_any_number_of_slots_is_decided_about(path: Path) -> None:
     controller = load_controller(path)
-    for now in (state(), *life(slots=2), *life(slots=20, blueprints=30), *life(slots=1, blueprints=1)):
+    for now in (state(), *life(slots=2), *life(slots=20), *life(slots=1)):
         for action in controller.decide(now).actions:
             assert action.slot in {one.place.name for one in now.slots}
 
@@ -150,7 +179,7 @@ def forgetful_memory(controller: learned.Learned, states: list[GrowthState]) -> 
 
 
 @pytest.mark.slow
-def test_a_controller_samples_with_a_seed_and_takes_the_likeliest_action_without(path: Path) -> None:
+def test_a_controller_samples_with_a_seed_and_makes_the_likeliest_move_without(path: Path) -> None:
     states = life(epochs=8)
 
     def decisions(seed: int | None) -> list[object]:
@@ -166,17 +195,10 @@ def test_a_state_that_does_not_fit_is_refused(path: Path, tmp_path: Path) -> Non
     controller = load_controller(path)
     with pytest.raises(ValueError, match=r"shape \(1, 24\); got \(1, 5\)"):
         controller.load_state_dict(controller.state_dict() | {"memory": torch.zeros(1, 5)})
-    with pytest.raises(ControllerError, match="takes the most likely actions, but the saved one sampled them"):
+    with pytest.raises(ControllerError, match="makes the most likely moves, but the saved one sampled them"):
         controller.load_state_dict(load_controller(path, seed=3).state_dict())
     with pytest.raises(ControllerError, match="decided by another controller file"):
         controller.load_state_dict(controller.state_dict() | {"sha256": "0" * 64})
-
-
-def test_a_controller_trained_with_probes_asks_for_them_where_something_can_grow(tmp_path: Path) -> None:
-    save_controller(tmp_path / "probing", trained_policy(), is_probing=True)
-    controller = load_controller(tmp_path / "probing")
-    assert controller.decide(state(slot())).probe
-    assert not controller.decide(state(slot(candidates=()))).probe
 
 
 def test_a_damaged_controller_file_is_refused(path: Path) -> None:
@@ -211,8 +233,8 @@ def test_a_file_without_a_digest_of_everything_loads_with_checked_weights(path: 
         ("network", "width", 65_536),
         ("network", "width", 2**40),
         ("network", "summary_width", 65_536),
-        ("network", "blocks", 10_000_000),
-        ("network", "attention_heads", 0),
+        ("network", "members", 10_000_000),
+        ("network", "members", 0),
         ("memory", "hidden_size", 65_536),
         ("memory", "head_sizes", [65_536] * 10_000),
         ("memory", "encoder_sizes", [-1]),
@@ -258,8 +280,8 @@ def test_a_description_that_does_not_fit_the_weights_is_refused(path: Path) -> N
     rewrite(path, network={"width": "wide"})
     with pytest.raises(ControllerError, match="cannot be understood"):
         load_controller(path)
-    rewrite(path, network={}, heads=["op"])
-    with pytest.raises(ControllerError, match="with the heads op"):
+    rewrite(path, network={}, memory=None)
+    with pytest.raises(ControllerError, match="do not fit their own description"):
         load_controller(path)
 
 
@@ -276,6 +298,6 @@ def test_saving_replaces_the_file_in_one_step(path: Path, monkeypatch: pytest.Mo
 
 
 def test_only_a_controllers_policy_can_be_saved(tmp_path: Path) -> None:
-    other = Policy(*layout.spec(1, 1), NetworkConfig(), generator=torch.Generator())
-    with pytest.raises(ControllerError, match="needs a SlotEncoder, but this one has a Encoder"):
+    other = Policy(*layout.spec(), NetworkConfig(), generator=torch.Generator())
+    with pytest.raises(ControllerError, match="needs a MoveEncoder, but this one has a Encoder"):
         save_controller(tmp_path / "controller", other)

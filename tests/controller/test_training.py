@@ -10,27 +10,40 @@ import torch
 from safetensors.torch import load_file
 
 from esper.controller import ControllerConfig
-from esper.controller.config import DomainConfig, SlotNetworkConfig
-from esper.controller.learned import Learned, load_controller
-from esper.controller.training import CONTROLLER, train_controller
+from esper.controller.config import DomainConfig
+from esper.controller.learned import Learned, load_controller, save_controller
+from esper.controller.network import MoveEncoder
+from esper.controller.training import CONTROLLER, prepare_controller, train_controller
+from esper.controller.value import ValueModel
 from esper.fleet.config import FleetConfig
 from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.rl.checkpoints import open_store
 from esper.rl.config import NetworkConfig
 from esper.rl.training import RunResult
 from esper.runs import Tree
-from esper.runs.folder import CHECKPOINTS
+from esper.runs.folder import CHECKPOINTS, RunError
 from tests.commands import assert_same_state, events_of
+from tests.controller.policies import NETWORK
 
 CONFIG = ControllerConfig(
     hosts=4,
     rounds=3,
     device="cpu",
     threads=1,
-    domain=DomainConfig(tasks=("digits",), hosts=("2-4-8",), held_out_hosts=("3-6-12",), horizon=(3, 4)),
-    fleet=FleetConfig(batch_size=16, steps_per_decision=2, validation_samples=64),
-    growth=GrowthConfig(blueprints=("norm", "conv1x1"), lifecycle=LifecycleConfig(holding_epochs=1)),
-    network=SlotNetworkConfig(width=8),
+    fleets=2,
+    hosts_per_twin=2,
+    domain=DomainConfig(
+        sources=("digits",),
+        families=("mlp", "conv"),
+        width=(2, 3),
+        blocks=(1, 1),
+        batch_size=(16, 16),
+        horizon=(3, 4),
+        samples_of_a_life=(96, 128),
+    ),
+    fleet=FleetConfig(validation_samples=64),
+    growth=GrowthConfig(blueprints=("norm", "widen_100"), lifecycle=LifecycleConfig(holding_epochs=1)),
+    network=NETWORK,
     ppo=msgspec.structs.replace(ControllerConfig().ppo, num_steps=6, num_minibatches=2, num_epochs=1, network=NetworkConfig(hidden_size=8)),
 )
 
@@ -58,7 +71,7 @@ def test_a_stopped_and_resumed_training_equals_an_uninterrupted_one(tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_training_that_ends_before_any_host_writes_a_controller(tmp_path: Path) -> None:
-    domain = msgspec.structs.replace(CONFIG.domain, horizon=(8, 8))
+    domain = msgspec.structs.replace(CONFIG.domain, horizon=(8, 8), samples_of_a_life=(128, 128))
     result = train_controller(msgspec.structs.replace(CONFIG, rounds=1, domain=domain), tmp_path / "short")
     assert isinstance(load_controller(result.folder / CONTROLLER), Learned)
 
@@ -82,8 +95,26 @@ def test_the_controller_is_the_last_policy_whichever_had_the_best_returns(tmp_pa
     (folder / CHECKPOINTS / "best").write_text(first.name)
     (folder / CONTROLLER).unlink()
     train_controller(None, folder, resume=True)
-    first_op, last_op = (open_store(folder).load(path).state["ppo"]["policy"]["actor.op.weight"] for path in (first, last))
-    written = load_file(folder / CONTROLLER)["actor.op.weight"]
-    assert torch.equal(written, last_op)
-    assert not torch.equal(written, first_op)
+    name = "encoder.value.weights.0"
+    of_first, of_last = (open_store(folder).load(path).state["ppo"]["policy"][name] for path in (first, last))
+    written = load_file(folder / CONTROLLER)[name]
+    assert torch.equal(written, of_last)
+    assert not torch.equal(written, of_first)
     assert load_controller(folder / CONTROLLER).description.info["step"] == 2 * 4 * 6
+
+
+@pytest.mark.slow
+def test_a_training_starts_from_the_value_model_of_a_file(tmp_path: Path) -> None:
+    model = ValueModel(width=NETWORK.width, members=NETWORK.members, generator=torch.Generator().manual_seed(8))
+    save_controller(tmp_path / "value.safetensors", model)
+    started = msgspec.structs.replace(CONFIG, start=str(tmp_path / "value.safetensors"))
+    with prepare_controller(started) as (ppo, _):
+        encoder = ppo.policy.encoder
+        assert isinstance(encoder, MoveEncoder)
+        assert torch.equal(encoder.value.weights[0], model.weights[0])
+    other = msgspec.structs.replace(started, network=msgspec.structs.replace(NETWORK, width=8))
+    with pytest.raises(RunError, match=r"network: expected members 3 and width 16, those of .*, got 3 and 8"):
+        train_controller(other, tmp_path / "other")
+    missing = msgspec.structs.replace(CONFIG, start=str(tmp_path / "missing"))
+    with pytest.raises(RunError, match="there is no file"):
+        train_controller(missing, tmp_path / "missing run")

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from esper.controller.cells import Cell
+from esper.controller.config import BLUEPRINTS, rent_at
 from esper.controller.evaluation import EvalCase, EvalRun, EvalSetting, run_cases
-from esper.controller.features import MOVE
-from esper.controller.plans import BLUEPRINTS, CONSTANT_PLANS, NOTHING, ConstantPlan, Move, RandomPlan, move_named, moves
-from esper.controller.value import Recorder, Records, ValueController, ValueModel, describe, fit, rent_at, size_of, sizes_after
+from esper.controller.features import HOST, MOVE
+from esper.controller.layout import size_of, sizes_after
+from esper.controller.plans import CONSTANT_PLANS, NOTHING, ConstantPlan, Move, RandomPlan, move_named, moves
+from esper.controller.value import Recorder, Records, ValueController, ValueModel, describe, fit
 from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.data import TaskTensors
 from esper.growth.config import BudgetConfig, GrowthConfig, LifecycleConfig, RentConfig
@@ -38,7 +40,7 @@ def train(*controllers: Controller) -> list[EvalRun]:
     growth = GrowthConfig(blueprints=BLUEPRINTS, budget=BudgetConfig(max_seeds_per_place=2))
     tensors = TaskTensors.of(task, device=torch.device("cpu"), dtype=torch.float32)
     setting = EvalSetting(task, CELL.host, tensors, CELL.fleet(FleetConfig()), growth, torch.device("cpu"), rows=len(controllers))
-    cases = [EvalCase(str(number), CELL.host_config(3, task, rent=FREE), one) for number, one in enumerate(controllers)]
+    cases = [EvalCase(str(number), CELL.host_config(3, len(task.train), rent=FREE), one) for number, one in enumerate(controllers)]
     return run_cases(setting, cases)
 
 
@@ -128,7 +130,7 @@ def test_features_of_a_move_do_not_depend_on_the_rent() -> None:
     dear = replace(now, rent=RentConfig(parameters=9.0, flops=9.0))
     found = describe(now, options)
     assert np.array_equal(found, describe(dear, options))
-    assert found[:, MOVE.column("grows")].tolist() == [0, 1, 1]
+    assert found[:, HOST.width + MOVE.column("grows")].tolist() == [0, 1, 1]
     assert len(np.unique(found, axis=0)) == 3
     assert np.all(np.abs(found) <= 1.5)
 

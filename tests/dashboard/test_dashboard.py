@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from torch.nn.functional import cross_entropy
 import esper
 from esper.cli.main import main
 from esper.config import save
-from esper.controller.config import ControllerConfig, DomainConfig
+from esper.controller.config import ControllerConfig, DomainConfig, MoveNetworkConfig
 from esper.controller.training import train_controller
 from esper.dashboard.data import POINTS, Watcher, name_in_address
 from esper.experiment.config import GrowTaskConfig
@@ -76,12 +77,21 @@ def controller_config() -> ControllerConfig:
         hosts=HOSTS,
         rounds=2,
         checkpoint_every=2,
-        domain=DomainConfig(tasks=("digits",), hosts=("2-3-4",), held_out_hosts=(), fleets=1, hosts_per_twin=2, horizon=(3, 3)),
-        fleet=FleetConfig(batch_size=16, steps_per_decision=2, validation_samples=50, validation_batch=25),
-        growth=GrowthConfig(
-            blueprints=("norm", "conv3x3"), lifecycle=LifecycleConfig(holding_epochs=1, embargo_epochs=1, withdraw_epochs=1)
+        fleets=1,
+        hosts_per_twin=2,
+        domain=DomainConfig(
+            sources=("digits",),
+            families=("conv",),
+            width=(2, 2),
+            blocks=(2, 2),
+            batch_size=(16, 16),
+            horizon=(3, 3),
+            samples_of_a_life=(96, 96),
         ),
-        ppo=PPOConfig(num_steps=8, num_epochs=1, num_minibatches=1, gamma=1.0, normalize_observations=False, time_limit_is_end=True),
+        fleet=FleetConfig(validation_samples=50, validation_batch=25),
+        growth=GrowthConfig(blueprints=("norm", "double_conv3x3"), lifecycle=LifecycleConfig(holding_epochs=1)),
+        network=MoveNetworkConfig(temperature=1.0),
+        ppo=msgspec.structs.replace(ControllerConfig().ppo, num_steps=8, num_epochs=1, num_minibatches=1),
     )
 
 

@@ -42,28 +42,28 @@ class ControllerArguments(ControllerConfig):
 
 
 def train_words(argv: list[str]) -> list[str]:
-    """Replace short options: `--task`, once for each task, means `--domain.tasks`, and `--seed` means `--ppo.seed`.
+    """Replace short options: `--source`, once for each source of data, means `--domain.sources`, and `--seed` means `--ppo.seed`.
 
-    >>> train_words(["--task", "digits", "--seed=3", "--task=digits-1d"])
-    ['--ppo.seed=3', '--domain.tasks', 'digits', 'digits-1d']
+    >>> train_words(["--source", "digits", "--seed=3", "--source=teacher"])
+    ['--ppo.seed=3', '--domain.sources', 'digits', 'teacher']
     """
     words = ["--ppo.seed" + word.removeprefix("--seed") if word == "--seed" or word.startswith("--seed=") else word for word in argv]
-    return gather_option(words, "--task", "--domain.tasks")
+    return gather_option(words, "--source", "--domain.sources")
 
 
-DESCRIPTION = """Trains a controller, which decides when, where and what networks grow, and keeps everything in a run folder.
+DESCRIPTION = """Trains a controller, which decides when and how networks grow, and keeps everything in a run folder.
 
-  esper controller train --task digits --task digits-1d --hosts 64 --rounds 100
+  esper controller train --start value.safetensors --hosts 64 --rounds 100
   esper grow --task digits --controller runs/controller-.../controller.safetensors
 
-It decides for many small networks at once, drawn anew again and again: tasks, widths, horizons, noise and rents differ (--domain.*). Each
-is compared with a twin with the same first weights and data that never grows; the controller is paid what growing gained, less the rent. In
-a round it makes --num-steps decisions for each host, and then learns from them. Ctrl-C stops after the round, which may take minutes,
-with a checkpoint.
+It decides for many small networks at once, drawn anew again and again: data, label noise, architecture, size, optimiser, length and rent
+differ (--domain.*); what a domain leaves out is held out. Each network is compared with a twin with the same first weights and data that
+never grows; the controller is paid what growing gained at the best validation state, less the rent. In a round it makes --num-steps
+decisions for each host, and then learns from them. Ctrl-C stops after the round, which may take minutes, with a checkpoint.
 
 Values come from the defaults, then from --config FILE.toml, then from the command line. The path of an option may be left out where its
-last name is unique: --steps-per-decision for --fleet.steps-per-decision; --task, once for each, stands for --domain.tasks, and --seed
-for --ppo.seed.
+last name is unique: --label-noise for --domain.label-noise; --source, once for each, stands for --domain.sources, and --seed for
+--ppo.seed.
 
 Several processes, each with --hosts hosts and, where there are, a GPU of its own, train one controller together:
   torchrun --nproc-per-node 2 --no-python -- esper controller train ..."""
@@ -88,14 +88,12 @@ def _dry_run(config: ControllerConfig, group: Group) -> CommandResult:
     from esper.rl.run_setup import count_parameters
 
     with prepare_controller(config, group) as (ppo, _):
-        slots, blueprints, _ = ppo.env.observation_spec["candidates"].shape
         plan = {
             "device": str(ppo.device),
             "parameters": count_parameters(ppo.policy),
             "rounds": config.rounds,
             "decisions_per_round": ppo.steps_per_update,
-            "most_slots": slots,
-            "most_blueprints": blueprints,
+            "fleets": min(config.fleets, config.hosts),
         }
     return show_plan(config, plan)
 
@@ -139,7 +137,7 @@ def _print_summary(result: RunResult, controller: Path, progress: ControllerProg
     if progress.kernels:
         print(f"kernels          {progress.kernels} compiled for this GPU; they are kept for the next run")
     print(f"controller       {path}")
-    print(f"grow with it     esper grow --task {config.domain.tasks[0]} --controller {path}")
+    print(f"grow with it     esper grow --task digits --controller {path}")
     if result.status == "stopped":
         print(f"a checkpoint is saved; {how_to_resume('controller train', result.folder)}")
     else:

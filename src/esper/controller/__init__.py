@@ -15,7 +15,6 @@ from esper.lazy import lazy_names
 if TYPE_CHECKING:
     from esper.controller.compare import Comparison as Comparison, compare as compare
     from esper.controller.config import (
-        RENT_LEVELS as RENT_LEVELS,
         CompareConfig as CompareConfig,
         ControllerConfig as ControllerConfig,
         ControllerRewardConfig as ControllerRewardConfig,

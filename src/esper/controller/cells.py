@@ -1,35 +1,31 @@
 """Cells: kinds of data, host and training. A controller is worth having where it treats different cells differently.
 
-    cell = draw_cell(CellDomain(), number=0, seed=0)
+    cell = draw_cell(DomainConfig(), number=0, seed=0)
     task = cell.task(load_task)                  # its classes and label noise
-    settings = [cell.host_config(seed, task, rent=RentConfig()) for seed in range(16)]
+    settings = [cell.host_config(seed, len(task.train), rent=RentConfig()) for seed in range(16)]
 
 All hosts of a cell can be rows of one fleet. They differ in their first weights, in the samples they see and in the order of these. A name
-that is left out of a `CellDomain` is held out: its cells are never drawn.
+that is left out of a `DomainConfig` is held out: its cells are never drawn.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import msgspec
 import numpy as np
 
-from esper.config import Config, ConfigError, Count, Fraction, NonNegativeInt, PositiveFloat, PositiveInt
+from esper.config import Config, Count, Fraction, NonNegativeInt, PositiveFloat, PositiveInt
+from esper.controller.config import SOURCES_OF_TOKENS, DomainConfig, Optimizer, Schedule
 from esper.fleet.config import FleetConfig, HostConfig
 from esper.growth.config import RentConfig
 from esper.rng import Streams
 from esper.tasks import Task
 from esper.tasks.teacher import TEACHER, make_teacher_task
 
-Family = Literal["conv", "residual", "mlp", "gpt"]
-Optimizer = Literal["adamw", "sgd"]
-Schedule = Literal["none", "cosine"]
-
 TEACHERS = tuple(f"conv-{width}x{blocks}" for width in (2, 4, 8) for blocks in (1, 2, 3))  # from easy to hard, about
-SOURCES_OF_TOKENS = ("text",)
+MOST_CLASSES = 10  # of all sources but text
 MOST_MLP_BLOCKS = 4  # without norms, a deeper one hardly learns
 LEARNING_RATES: dict[Optimizer, tuple[float, float]] = {"adamw": (0.001, 0.02), "sgd": (0.01, 0.2)}  # log-uniform between these
 
@@ -56,6 +52,12 @@ class Cell(Config):
         return self.host.partition("-")[0]
 
     @property
+    def data(self) -> tuple[str, int | None, float, str, int]:
+        """All that the data depend on. Two cells with the same have the same task."""
+        is_drawn = self.source == "teacher" or self.classes is not None or self.label_noise > 0
+        return self.source, self.classes, self.label_noise, self.teacher, self.data_seed if is_drawn else 0
+
+    @property
     def samples_of_a_life(self) -> int:
         return self.batch_size * self.steps_per_decision * self.horizon
 
@@ -80,48 +82,15 @@ class Cell(Config):
             keep="best",
         )
 
-    def host_config(self, seed: int, task: Task, *, rent: RentConfig) -> HostConfig:
-        """Return the settings of one host of a fleet of this cell; `task` is the cell's."""
-        share = 1.0 if self.samples is None else min(self.samples / len(task.train), 1.0)
-        return HostConfig(seed=seed, horizon=self.horizon, learning_rate=self.learning_rate, data_share=share, rent=rent)
+    def host_config(self, seed: int, samples: int, *, rent: RentConfig, growth_seed: int = 0) -> HostConfig:
+        """Return the settings of one host of a fleet of this cell, whose task has this many training samples."""
+        share = 1.0 if self.samples is None else min(self.samples / samples, 1.0)
+        return HostConfig(
+            seed=seed, growth_seed=growth_seed, horizon=self.horizon, learning_rate=self.learning_rate, data_share=share, rent=rent
+        )
 
 
-class CellDomain(Config):
-    """Ranges that cells are drawn from, [least, most], log-uniform unless noted. Names and numbers outside them are held out."""
-
-    sources: tuple[str, ...] = ("digits", "digits-1d", "text", "teacher")
-    families: tuple[Family, ...] = ("conv", "residual", "mlp", "gpt")
-    width: tuple[PositiveInt, PositiveInt] = (2, 32)  # of the first block
-    blocks: tuple[PositiveInt, PositiveInt] = (1, 8)
-    samples: tuple[Count, Count] = (256, 4_096)
-    classes: tuple[Count, Count] = (2, 10)  # uniform
-    label_noise: tuple[Fraction, Fraction] = (0.0, 0.5)  # uniform
-    clean_share: Fraction = 0.5  # of the cells without wrong labels
-    optimizers: tuple[Optimizer, ...] = ("adamw", "sgd")
-    schedules: tuple[Schedule, ...] = ("cosine", "none")
-    batch_size: tuple[Count, Count] = (32, 128)
-    horizon: tuple[PositiveInt, PositiveInt] = (8, 32)  # decisions
-    samples_of_a_life: tuple[PositiveInt, PositiveInt] = (40_000, 300_000)  # of a whole training; the steps between decisions follow
-
-    def check(self) -> None:
-        for name in ("sources", "families", "optimizers", "schedules"):
-            given = getattr(self, name)
-            if not given or len(set(given)) < len(given):
-                raise ConfigError(name, expected="names, at least one and each once", got=given)
-        for name in ("width", "blocks", "samples", "classes", "label_noise", "batch_size", "horizon", "samples_of_a_life"):
-            least, most = getattr(self, name)
-            if least > most:
-                raise ConfigError(name, expected="a range, the smaller number first", got=(least, most))
-        for source in self.sources:
-            if not self.families_for(source):
-                raise ConfigError("families", expected=f"one that can read {source}", got=self.families)
-
-    def families_for(self, source: str) -> list[Family]:
-        """Return the families that can read the inputs of a source: a gpt reads tokens, all others values."""
-        return [family for family in self.families if (family == "gpt") == (source in SOURCES_OF_TOKENS)]
-
-
-def draw_cell(domain: CellDomain, *, number: int, seed: int) -> Cell:
+def draw_cell(domain: DomainConfig, *, number: int, seed: int) -> Cell:
     """Draw a cell. Sources take turns; everything else is random, and depends only on the seed, the number and the domain."""
     rng = Streams(seed).numpy(f"cell {number}")
     source = domain.sources[number % len(domain.sources)]
@@ -140,7 +109,7 @@ def draw_cell(domain: CellDomain, *, number: int, seed: int) -> Cell:
         source=source,
         host=f"{family}-{8 * math.ceil(width / 8) if is_text else width}x{blocks}",  # a gpt of fewer features learns next to nothing
         samples=_draw_integer(rng, *domain.samples),
-        classes=None if is_text else classes,
+        classes=None if is_text or classes >= MOST_CLASSES else classes,
         label_noise=0.0 if is_clean else round(noise, 3),
         teacher=TEACHERS[rng.integers(len(TEACHERS))],
         data_seed=int(rng.integers(2**31)),

@@ -1,21 +1,18 @@
 """Growth as a batch of environments: one step is one decision for every host, followed by the training up to the next decision.
 
-If a decision may have several actions, each action is one step, and the training follows the last one. A host that waits takes no further
-action in that decision.
-
 An episode is the whole training of a host. It terminates at the horizon, which is part of the observation. All hosts of a fleet end
-together, and in the same step new ones are drawn. A host that the governor has given up ends at once; its steps until the end of its fleet
-are marked as not valid.
+together, and in the same step a new cell and new hosts are drawn. A host that the governor has given up ends at once; its steps until the
+end of its fleet are marked as not valid.
 
-Shapes: N = hosts of all fleets together, S = slots, K = blueprints; S and K are the largest numbers of any host.
+Shapes: N = hosts of all fleets together.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any
@@ -24,18 +21,16 @@ import msgspec
 import torch
 from torch import Tensor
 
-from esper.controller.config import RENT_LEVELS, ControllerConfig
+from esper.controller.config import ControllerConfig, rent_level
 from esper.controller.domain import FleetSetting, draw_round
 from esper.controller.events import BlueprintCount, HostEnded, RoundEnded
 from esper.controller.fleet_with_twins import FleetWithTwins
-from esper.controller.layout import OPS, decision, observe, spec
+from esper.controller.layout import MOVE_NAMES, decision, observe, options, spec
 from esper.controller.reward import TERMS, HostStanding, potential, rewards
 from esper.fleet.data import TaskTensors
 from esper.fleet.kernels import compiled_kernels
-from esper.growth.config import RentConfig
-from esper.growth.host.slotted import add_slots
 from esper.growth.lifecycle.ledger import Entry, Refused
-from esper.growth.lifecycle.slots import options_for
+from esper.growth.lifecycle.stages import Decision
 from esper.rl.collector import Staging
 from esper.runs import Event
 from esper.runs.tensors import Tree
@@ -65,18 +60,17 @@ class GrowthEnv:
         self.config, self.device, self.on_event = config, torch.empty(0, device=device).device, on_event
         self.num_envs = config.hosts
         self._seed = seed
-        self._tasks = {name: load(name) for name in config.domain.tasks}
-        dtype = torch.float64 if config.fleet.precision == "float64" else torch.float32
-        self._tensors = {name: TaskTensors.of(task, device=self.device, dtype=dtype) for name, task in self._tasks.items()}
-        self.slots, self.blueprints = most_slots_and_blueprints(self._tasks, config)
-        self.observation_spec, self.action_spec = spec(self.slots, self.blueprints)
+        self._load = cache(load)
+        for source in config.domain.sources:  # a missing one is found before anything is trained
+            if source != "teacher":
+                self._load(source)
+        self.observation_spec, self.action_spec = spec()
         self.twinned_fleets: list[FleetWithTwins] = []
         self._rounds: list[int] = []  # number of the present round, by fleet
         self._standings: list[HostStanding] = []  # of the hosts after the last decision, by fleet
         # The next step overwrites the staging buffers. It reads the actions from the device first, so the copies have finished by then.
         self._staging = Staging(self.device) if self.device.type == "cuda" else None
-        self._chosen: list[list[list[dict[str, int]]]] = []  # [fleet][host]: actions of the present decision so far
-        self._op_counts: list[Counter[str]] = []  # by fleet: how often the policy chose each op in this round
+        self._move_counts: list[Counter[str]] = []  # by fleet: how often the policy made each move in this round
 
     # The contract of vecenv. The decorators enable gradients, because the hosts train inside, even if the caller has disabled them.
 
@@ -86,23 +80,22 @@ class GrowthEnv:
         """Start from the first round. A `seed` draws other hosts; None repeats those of the previous seed."""
         if seed is not None:
             self._seed = seed
-        fleets = draw_round(self.config.domain, round_number=0, hosts=self.num_envs, seed=self._seed)
+        fleets = draw_round(self.config, round_number=0, seed=self._seed)
         self._rounds = [0] * len(fleets)
         self.twinned_fleets = []
         for number, setting in enumerate(fleets):
             self.twinned_fleets.append(self._build_fleet(setting, number))
         self._standings = [HostStanding.start(twinned.hosts) for twinned in self.twinned_fleets]
-        self._chosen = [[[] for _ in range(twinned.hosts)] for twinned in self.twinned_fleets]
-        self._op_counts = [Counter() for _ in self.twinned_fleets]
+        self._move_counts = [Counter() for _ in self.twinned_fleets]
         zeros = torch.zeros(self.num_envs)
         return self._timestep(zeros, ended=zeros.bool(), valid=torch.ones_like(zeros).bool())
 
     @torch.inference_mode(False)
     @torch.enable_grad()
     def step(self, actions: Actions) -> Timestep:
-        """Take one action [N] per head; train all fleets whose decision is complete."""
-        chosen = dict(zip(actions, torch.stack(list(actions.values())).tolist(), strict=True))
-        parts = [self._step_fleet(number, rows, chosen) for number, rows in enumerate(self._rows())]
+        """Make one move [N] for every host, and train all fleets up to the next decision."""
+        chosen = actions["move"].tolist()
+        parts = [self._step_fleet(number, chosen[rows.start : rows.stop]) for number, rows in enumerate(self._rows())]
         reward, ended, valid = (torch.cat(values) for values in zip(*parts, strict=True))
         return self._timestep(reward.float(), ended=ended, valid=valid)
 
@@ -122,8 +115,8 @@ class GrowthEnv:
         )
 
     def close(self) -> None:
-        """Drop the fleets, and the tasks' data on the device."""
-        self.twinned_fleets, self._tensors = [], {}
+        """Drop the fleets, with their data on the device."""
+        self.twinned_fleets = []
 
     # Fleets
 
@@ -132,22 +125,18 @@ class GrowthEnv:
         ends = list(accumulate((twinned.hosts for twinned in self.twinned_fleets), initial=0))
         return [range(start, end) for start, end in pairwise(ends)]
 
-    def _step_fleet(self, number: int, rows: range, chosen: Mapping[str, list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+    def _step_fleet(self, number: int, chosen: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Return for each host of a fleet: reward, whether its episode has ended, and whether the step was valid."""
-        twinned, chosen_so_far = self.twinned_fleets[number], self._chosen[number]
+        twinned = self.twinned_fleets[number]
         was_alive, is_last = twinned.alive(), twinned.is_last
         valid = torch.tensor(was_alive)
-
-        # Collect the actions of this decision; train only after the last of them.
-        for place, row in enumerate(rows):
-            chosen_so_far[place].append({name: values[row] for name, values in chosen.items()})
-            if was_alive[place]:
-                self._op_counts[number][OPS[chosen["op"][row]]] += 1
-        if len(chosen_so_far[0]) < self.config.actions:
-            return torch.zeros(twinned.hosts, dtype=torch.float64), torch.zeros_like(valid), valid
-        states = twinned.states()
-        twinned.decide({place: decision(states[place], chosen_so_far[place]) for place in range(twinned.hosts) if was_alive[place]})
-        self._chosen[number] = [[] for _ in range(twinned.hosts)]
+        decisions: dict[int, Decision] = {}
+        for row, (state, choice) in enumerate(zip(twinned.states(), chosen, strict=True)):
+            if was_alive[row]:
+                name = MOVE_NAMES[choice]
+                decisions[row] = decision(state, options(state)[name], f"the policy makes the move {name}")
+                self._move_counts[number][name] += 1
+        twinned.decide(decisions)
 
         # Train up to the next decision, or finish the hosts after the last one, and pay the change of their standing.
         if is_last:
@@ -179,7 +168,7 @@ class GrowthEnv:
         self._standings[number] = HostStanding.start(self.twinned_fleets[number].hosts)
 
     def _draw_setting(self, number: int) -> FleetSetting:
-        return draw_round(self.config.domain, round_number=self._rounds[number], hosts=self.num_envs, seed=self._seed)[number]
+        return draw_round(self.config, round_number=self._rounds[number], seed=self._seed)[number]
 
     def _build_fleet(self, setting: FleetSetting, number: int) -> FleetWithTwins:
         """Build the fleet with this number. Its events carry the index of the host in the batch."""
@@ -189,9 +178,10 @@ class GrowthEnv:
                 before = sum(twinned.hosts for twinned in self.twinned_fleets[:number])
                 self.on_event(msgspec.structs.replace(event, env=before + (event.env or 0)))
 
-        return FleetWithTwins(
-            setting, self.config, self._tasks[setting.task], self._tensors[setting.task], device=self.device, on_event=emit
-        )
+        task = setting.cell.task(self._load)
+        dtype = torch.float64 if self.config.fleet.precision == "float64" else torch.float32
+        tensors = TaskTensors.of(task, device=self.device, dtype=dtype)
+        return FleetWithTwins(setting, self.config, task, tensors, device=self.device, on_event=emit)
 
     def _report_round(self, number: int, twinned: FleetWithTwins, standing: HostStanding) -> None:
         """Emit the summary of a fleet whose hosts have ended, and of each host if the events of hosts are wanted."""
@@ -201,8 +191,8 @@ class GrowthEnv:
         entries = [entry for ledger in ledgers for entry in ledger.entries]
         self.on_event(
             RoundEnded(
-                task=twinned.setting.task,
-                host=twinned.setting.host,
+                task=twinned.setting.cell.source,
+                host=twinned.setting.cell.host,
                 horizon=twinned.setting.horizon,
                 hosts=twinned.hosts,
                 gain=float(standing.gain.mean()),
@@ -214,37 +204,39 @@ class GrowthEnv:
                 kept=sum(entry.outcome == "kept" for entry in entries),
                 rollbacks=int(standing.rollbacks.sum()),
                 samples=twinned.fleet.samples_trained,
-                steps=twinned.hosts * (twinned.setting.horizon + 1) * self.config.actions,
+                steps=twinned.hosts * (twinned.setting.horizon + 1),
                 memory_per_host=twinned.fleet.memory_per_host().most,
                 recordings=twinned.recordings,
                 kernels=compiled_kernels(),
                 blueprints=count_blueprints(entries, [one for ledger in ledgers for one in ledger.refused]),
                 skipped=int(twinned.fleet.skipped_steps[: twinned.hosts].sum()),
-                decisions={op: self._op_counts[number][op] for op in ("wait", *self.config.ops)},
+                decisions={name: self._move_counts[number][name] for name in MOVE_NAMES},
                 gflops=sum(row.host_growth.history.flops for row in twinned.fleet.rows) / 1e9,
                 round=self._rounds[number],
                 fleet=number,
             )
         )
-        self._op_counts[number] = Counter()
+        self._move_counts[number] = Counter()
 
     def _report_hosts(self, number: int, twinned: FleetWithTwins, standing: HostStanding) -> None:
         """Emit the end of every host of a fleet, with the losses of its life beside those of its twin."""
         before = sum(other.hosts for other in self.twinned_fleets[:number])
         gains, rents = standing.gain.tolist(), standing.rent.tolist()
-        for row, setting in enumerate(twinned.setting.hosts):
+        for row, setting in enumerate(twinned.host_configs):
             growth, twin = (twinned.fleet.rows[place].host_growth for place in (row, twinned.twin_of[row]))
             self.on_event(
                 HostEnded(
                     env=before + row,
                     fleet=number,
                     round=self._rounds[number],
-                    task=twinned.setting.task,
-                    host=twinned.setting.host,
+                    task=twinned.setting.cell.source,
+                    host=twinned.setting.cell.host,
                     seed=setting.seed,
                     horizon=setting.horizon,
-                    rent_level=nearest_rent_level(setting.rent),
+                    rent_level=rent_level(setting.rent.parameters),
                     rent_parameters=setting.rent.parameters,
+                    samples=round(setting.data_share * len(twinned.task.train)),
+                    label_noise=twinned.setting.cell.label_noise,
                     gain=gains[row],
                     rent=rents[row],
                     utility=gains[row] - rents[row],
@@ -258,9 +250,7 @@ class GrowthEnv:
 
     def _observe(self) -> tuple[Obs, Masks]:
         """Return observations and masks on the CPU."""
-        states = [state for twinned in self.twinned_fleets for state in twinned.states()]
-        chosen = [choices for fleet_choices in self._chosen for choices in fleet_choices]
-        return observe(states, slots=self.slots, blueprints=self.blueprints, ops=self.config.ops, chosen=chosen)
+        return observe([state for twinned in self.twinned_fleets for state in twinned.states()])
 
     # Saving
 
@@ -269,21 +259,18 @@ class GrowthEnv:
         return {
             "seed": self._seed,
             "rounds": list(self._rounds),
-            # The key "squads" is older than the name `twinned_fleets`; saved runs have it.
-            "squads": [_copied(twinned.state_dict()) for twinned in self.twinned_fleets],
+            "fleets": [_copied(twinned.state_dict()) for twinned in self.twinned_fleets],
             "standings": [list(standing.values()) for standing in self._standings],
-            "chosen": [[[dict(choice) for choice in choices] for choices in fleet_choices] for fleet_choices in self._chosen],
-            "op_counts": [dict(counts) for counts in self._op_counts],
+            "move_counts": [dict(counts) for counts in self._move_counts],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._seed, self._rounds = state["seed"], list(state["rounds"])
         self.twinned_fleets = [self._build_fleet(self._draw_setting(number), number) for number in range(len(self._rounds))]
-        for twinned, saved in zip(self.twinned_fleets, state["squads"], strict=True):
+        for twinned, saved in zip(self.twinned_fleets, state["fleets"], strict=True):
             twinned.load_state_dict(saved)
         self._standings = [HostStanding(*values) for values in state["standings"]]
-        self._chosen = [[[dict(choice) for choice in choices] for choices in fleet_choices] for fleet_choices in state["chosen"]]
-        self._op_counts = [Counter(counts) for counts in state.get("op_counts", [{}] * len(self._rounds))]  # early versions had none
+        self._move_counts = [Counter(counts) for counts in state["move_counts"]]
 
 
 def _copied(tree: Tree) -> Tree:
@@ -293,23 +280,6 @@ def _copied(tree: Tree) -> Tree:
     if isinstance(tree, list | tuple):
         return [_copied(value) for value in tree]
     return tree.detach().clone() if isinstance(tree, Tensor) else tree
-
-
-def most_slots_and_blueprints(tasks: Mapping[str, Task], config: ControllerConfig) -> tuple[int, int]:
-    """Return the largest numbers of slots and of blueprints that any host of the domain has, including held-out hosts."""
-    slots, blueprints, growth = 0, 0, config.growth
-    for task in tasks.values():
-        for host in (*config.domain.hosts, *config.domain.held_out_hosts):
-            slotted = add_slots(task.make_host(host, seed=0), task.example_input, slots=growth.slots)
-            names = [{option.name for option in options_for(slotted.place(name), growth)} for name in slotted.slots]
-            slots, blueprints = max(slots, len(slotted.slots)), max(blueprints, len(set().union(*names)))
-    return slots, blueprints
-
-
-def nearest_rent_level(rent: RentConfig) -> str:
-    """Return the name of the rent level whose price of parameters is nearest, on a log scale."""
-    price = math.log(max(rent.parameters, 1e-12))
-    return min(RENT_LEVELS, key=lambda name: abs(math.log(RENT_LEVELS[name].parameters) - price))
 
 
 def count_blueprints(entries: Sequence[Entry], refused: Sequence[Refused] = ()) -> dict[str, BlueprintCount]:

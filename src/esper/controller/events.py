@@ -34,7 +34,7 @@ class HostEnded(Event, tag="host_ended", frozen=True):
     host: str
     seed: int  # hosts of the same seed share a twin
     horizon: int
-    rent_level: str  # low, middle or high; otherwise the nearest of them
+    rent_level: str  # low, middle or high, see RENT_LEVELS
     rent_parameters: float  # its price of parameters, see RentConfig
     gain: float  # over the twin, in nats of validation loss
     rent: float
@@ -44,6 +44,8 @@ class HostEnded(Event, tag="host_ended", frozen=True):
     rollbacks: int
     val_losses: list[float]  # after every training segment
     twin_losses: list[float]
+    samples: int = 0  # training samples; 0: unknown
+    label_noise: float = 0.0
 
 
 class RoundEnded(Event, tag="round_ended", frozen=True):
@@ -68,7 +70,7 @@ class RoundEnded(Event, tag="round_ended", frozen=True):
     blueprints: dict[str, BlueprintCount] = {}  # by name, only those that were tried
     skipped: int = 0  # steps that hosts skipped because their gradients overflowed in float16
     reward: dict[str, float] = {}  # weighted terms of the potential, before their sum is clipped
-    decisions: dict[str, int] = {}  # op -> how often the policy chose it for a host
+    decisions: dict[str, int] = {}  # move -> how often the policy made it for a host
     gflops: float = 0.0  # used by all hosts and twins, validation and pruned seeds included
     round: int = 0  # number of rounds that the fleet had before
     fleet: int = 0  # number of the fleet within the batch

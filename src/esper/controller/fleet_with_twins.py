@@ -16,7 +16,6 @@ import torch
 
 from esper.controller.config import ControllerConfig
 from esper.controller.domain import FleetSetting
-from esper.controller.layout import growth_in_depth
 from esper.controller.reward import HostStanding, standing_after
 from esper.fleet.config import HostConfig
 from esper.fleet.data import TaskTensors
@@ -47,10 +46,10 @@ class FleetWithTwins:
         self.hosts = hosts = len(setting.hosts)
         self.fleet = Fleet(
             task,
-            task.maker(setting.host),
-            hosts=self.hosts + len(_twins(setting)),
-            growth=growth_in_depth(config.growth),
-            config=config.fleet,
+            task.maker(setting.cell.host),
+            hosts=self.hosts + len(self._twins(setting)),
+            growth=config.growth,
+            config=setting.cell.fleet(config.fleet),
             device=device,
             tensors=tensors,
             on_event=lambda event: on_event(event) if event.env is not None and event.env < hosts else None,  # drop those of twins
@@ -58,19 +57,26 @@ class FleetWithTwins:
         self.begin(setting)
 
     def fits(self, setting: FleetSetting) -> bool:
-        """Return whether this fleet can be reused for the next hosts: same task, same architecture, same number of hosts and twins."""
-        is_same = (setting.task, setting.host, len(setting.hosts)) == (self.setting.task, self.setting.host, self.hosts)
-        return is_same and self.hosts + len(_twins(setting)) == self.fleet.hosts
+        """Return whether this fleet can be reused for the next hosts: same data, architecture and steps, same number of hosts and twins."""
+
+        def needed(one: FleetSetting) -> object:
+            return one.cell.data, one.cell.host, one.cell.fleet(self.config.fleet), len(one.hosts)
+
+        return needed(setting) == needed(self.setting) and self.hosts + len(self._twins(setting)) == self.fleet.hosts
 
     def begin(self, setting: FleetSetting) -> None:
         """Replace all hosts and twins by new ones."""
-        twins = _twins(setting)
-        self.setting = setting
-        self.twin_of = [self.hosts + twins.index(_twin_setting(host)) for host in setting.hosts]
-        self.fleet.reset(dict(enumerate((*setting.hosts, *twins))))
+        self.setting, self.host_configs = setting, setting.host_configs(len(self.task.train))
+        twins = self._twins(setting)
+        self.twin_of = [self.hosts + twins.index(_twin_of(host)) for host in self.host_configs]
+        self.fleet.reset(dict(enumerate((*self.host_configs, *twins))))
         self.fleet.samples_trained = 0
         self._recordings_before = self.fleet.recordings
         self._states: list[GrowthState] | None = None  # cache of `states()`
+
+    def _twins(self, setting: FleetSetting) -> list[HostConfig]:
+        """Return the settings of the twins: one for all hosts that share initialisation, data and order."""
+        return list(dict.fromkeys(map(_twin_of, setting.host_configs(len(self.task.train)))))
 
     @property
     def recordings(self) -> int:
@@ -105,8 +111,8 @@ class FleetWithTwins:
         self._states = None
 
     def finish(self) -> None:
-        """Prune all seeds that were not kept. Call it after the last decision."""
-        self.fleet.finish(range(self.hosts))
+        """Prune all seeds that were not kept, and go back to the best validation states. Call it after the last decision."""
+        self.fleet.finish(range(self.fleet.hosts))
         self._states = None
 
     # Standings: the figures that the reward is computed from
@@ -141,12 +147,7 @@ class FleetWithTwins:
         self._states = None
 
 
-def _twins(setting: FleetSetting) -> list[HostConfig]:
-    """Return the settings of the twins: one for all hosts that share initialisation, data and order."""
-    return list(dict.fromkeys(map(_twin_setting, setting.hosts)))
-
-
-def _twin_setting(host: HostConfig) -> HostConfig:
+def _twin_of(host: HostConfig) -> HostConfig:
     """Return the setting of the twin of a host: the same without rent and without a seed of its growth."""
     return msgspec.structs.replace(host, rent=RentConfig(), growth_seed=0)
 

@@ -1,14 +1,14 @@
-"""Trained controllers: their file, and the controller for growth that decides by the policy in it.
+"""Trained controllers: their file, and the controller for growth that decides by it.
 
-The file is in the safetensors format: the weights of the policy, and in the header a JSON description and a sha256 of everything. Files of
-earlier versions only have the sha256 of the weights, which is in the description. Loading a file executes nothing from it.
+A file holds a value model, or a policy that was trained from one (see `esper.controller.network`). It is in the safetensors format: the
+weights, and in the header a JSON description and a sha256 of everything. Loading a file executes nothing from it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 import esper
-from esper.controller.config import SlotNetworkConfig
-from esper.controller.layout import LAYOUT_VERSION, OPS, blueprint_names, decision, in_depth, observe, spec
-from esper.controller.network import SlotEncoder, make_policy
+from esper.controller.config import MoveNetworkConfig
+from esper.controller.layout import LAYOUT_VERSION, MOVE_NAMES, decision, observe, options
+from esper.controller.network import MoveEncoder, make_policy
+from esper.controller.value import ValueController, ValueModel
 from esper.files import FileError, parse_json, reason_of, write_file
 from esper.growth.lifecycle.stages import Decision, GrowthState
 from esper.rl.config import NetworkConfig
@@ -43,41 +44,34 @@ class ControllerDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     layout: str  # version of the layout of observations and actions
     esper: str  # version that wrote the file
-    network: SlotNetworkConfig
-    memory: NetworkConfig  # of the recurrent core
-    heads: tuple[str, ...]  # of an action, see `esper.controller.layout`
-    normalize_values: bool
-    is_probing: bool  # it was trained with a probe of all candidates before every decision
-    ops: tuple[str, ...] = OPS  # allowed kinds of action
-    actions: int = 1  # per decision
+    network: MoveNetworkConfig
+    memory: NetworkConfig | None  # of the recurrent core of a policy; None: the file holds a value model
     sha256: str  # of the weights
     info: dict[str, Any]  # run, domain and results of its training, or anything else
 
 
 def save_controller(
-    path: Path | str,
-    policy: Policy,
-    info: Mapping[str, Any] | None = None,
-    *,
-    is_probing: bool = False,
-    ops: Sequence[str] = OPS,
-    actions: int = 1,
+    path: Path | str, trained: Policy | ValueModel, info: Mapping[str, Any] | None = None, *, network: MoveNetworkConfig | None = None
 ) -> None:
-    """Write the policy of a controller to a file. An existing file is replaced atomically, unless its content is the same."""
-    encoder = policy.encoder
-    if not isinstance(encoder, SlotEncoder):
-        raise ControllerError(f"a controller's policy needs a SlotEncoder, but this one has a {type(encoder).__name__}; see make_parts")
-    weights = {name: weight.detach().cpu().contiguous() for name, weight in plain_names(policy.state_dict()).items()}
+    """Write a controller to a file. An existing file is replaced atomically, unless its content is the same.
+
+    `network` gives the caution of a value model; a policy has its own.
+    """
+    memory = None
+    if isinstance(trained, ValueModel):
+        network = msgspec.structs.replace(network or MoveNetworkConfig(), members=trained.members, width=trained.width)
+    elif isinstance(trained.encoder, MoveEncoder):
+        network, memory = trained.encoder.config, trained.network
+    else:
+        raise ControllerError(
+            f"a controller's policy needs a MoveEncoder, but this one has a {type(trained.encoder).__name__}; see make_parts"
+        )
+    weights = {name: weight.detach().cpu().contiguous() for name, weight in plain_names(trained.state_dict()).items()}
     description = ControllerDescription(
         layout=LAYOUT_VERSION,
         esper=esper.__version__,
-        network=encoder.config,
-        memory=policy.network,
-        heads=policy.distribution.head_names,
-        normalize_values=policy.value_normalizer is not None,
-        is_probing=is_probing,
-        ops=tuple(ops),
-        actions=actions,
+        network=network,
+        memory=memory,
         sha256=_digest(weights),
         info=dict(info or {}),
     )
@@ -88,7 +82,7 @@ def save_controller(
 
 
 def load_controller(path: Path | str, *, seed: int | None = None) -> Learned:
-    """Return the controller of a file. With a `seed` it samples its actions; otherwise it takes the most likely ones."""
+    """Return the controller of a file. With a `seed` a policy samples its moves; otherwise it makes the most likely ones."""
     weights, description = _read(Path(path))
     _check_sizes(Path(path), description, weights)
     try:
@@ -98,7 +92,7 @@ def load_controller(path: Path | str, *, seed: int | None = None) -> Learned:
 
 
 class Learned:
-    """Controller that decides by a trained policy. Its state is the memory of the policy and its random streams."""
+    """Controller that decides by a trained policy or value model. Its state is the memory of the policy and its random streams."""
 
     name = "learned"
 
@@ -107,50 +101,39 @@ class Learned:
         self._weights = dict(weights)
         self._streams = None if seed is None else Streams(seed)
         self._memory: Tensor | None = None  # [1, size of the recurrent state]
-        self._room = (1, 1)  # number of slots and blueprints that the policy is built for
-        self._policy = self._build()
+        self.trained = self._build()
 
     def new_copy(self) -> Learned:
         """Return a new controller with the same weights and an empty memory."""
         return Learned(self._weights, self.description, seed=None if self._streams is None else self._streams.seed)
 
-    def _build(self) -> Policy:
-        """Build the policy for the present number of slots and blueprints."""
-        slots, blueprints = self._room
-        policy = make_policy(
-            self.description.network,
-            self.description.memory,
-            slots=slots,
-            blueprints=blueprints,
-            generator=torch.Generator().manual_seed(0),  # initial weights are overwritten below
-            normalize_values=self.description.normalize_values,
-        )
-        load_module(policy, self._weights)
-        return policy.eval()
+    def _build(self) -> Policy | ValueModel:
+        network, memory = self.description.network, self.description.memory
+        generator = torch.Generator().manual_seed(0)  # initial weights are overwritten below
+        if memory is None:
+            model: Policy | ValueModel = ValueModel(width=network.width, members=network.members, generator=generator)
+        else:
+            model = make_policy(network, memory, generator=generator)
+        load_module(model, self._weights)
+        return model.eval()
 
-    def _fit(self, state: GrowthState) -> None:
-        """Rebuild the policy if the number of slots or blueprints has changed. Its weights do not depend on these numbers.
-
-        The sizes must be exact: with padding for the largest numbers so far, the sampled actions would depend on more than the state.
-        """
-        room = (max(len(state.slots), 1), max(len(blueprint_names(state)), 1))
-        if room != self._room:
-            self._room = room
-            self._policy = self._build()
+    @property
+    def value(self) -> ValueModel:
+        """The value model, or the one that is a part of the policy."""
+        if isinstance(self.trained, ValueModel):
+            return self.trained
+        assert isinstance(self.trained.encoder, MoveEncoder)
+        return self.trained.encoder.value
 
     def decide(self, state: GrowthState) -> Decision:
-        """Choose the actions of this decision one after another. Each observation shows the choices before it."""
-        state = in_depth(state)
-        self._fit(state)
-        slots, blueprints = self._room
+        """Choose a move, or to grow nothing."""
+        if isinstance(self.trained, ValueModel):
+            return ValueController(self.trained, caution=self.description.network.caution).decide(state)
+        obs, masks = observe([state])
         generator = None if self._streams is None else self._streams.torch("actions")
-        chosen: list[dict[str, int]] = []
-        for _ in range(self.description.actions):  # also after a wait, because the memory saw as many steps in training
-            obs, masks = observe([state], slots=slots, blueprints=blueprints, ops=self.description.ops, chosen=[chosen])
-            actions, self._memory = self._policy.act(obs, self._memory, masks=masks, generator=generator)
-            chosen.append({head: int(choice) for head, choice in actions.items()})
-        probe = self.description.is_probing and any(slot.candidates for slot in state.slots)
-        return decision(state, chosen, probe=probe)
+        actions, self._memory = self.trained.act(obs, self._memory, masks=masks, generator=generator)
+        name = MOVE_NAMES[int(actions["move"])]
+        return decision(state, options(state)[name], f"the policy makes the move {name}")
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -163,13 +146,11 @@ class Learned:
         if state["sha256"] != self.description.sha256:
             raise ControllerError("the saved run was decided by another controller file; resume it with the same one")
         memory, streams = state["memory"], state["streams"]
-        if memory is not None:
-            self._policy.core.check_state(memory, 1)
+        if memory is not None and isinstance(self.trained, Policy):
+            self.trained.core.check_state(memory, 1)
         if (streams is None) != (self._streams is None):
             now, then = (
-                ("samples its actions", "took the most likely ones")
-                if streams is None
-                else ("takes the most likely actions", "sampled them")
+                ("samples its moves", "made the most likely ones") if streams is None else ("makes the most likely moves", "sampled them")
             )
             raise ControllerError(f"this controller {now}, but the saved one {then}; load it in the same way, with or without a seed")
         if self._streams is not None:
@@ -211,7 +192,7 @@ def _check_sizes(path: Path, description: ControllerDescription, weights: Mappin
     """Raise ControllerError if the described network is larger than the weights, before memory is allocated for it."""
     largest = max((size for weight in weights.values() for size in weight.shape), default=0)
     most = max(largest, len(weights), _SMALL)
-    for part in (description.network, description.memory):
+    for part in filter(None, (description.network, description.memory)):
         for name, value in msgspec.to_builtins(part).items():
             sizes = value if isinstance(value, list | tuple) else [value]
             if len(sizes) > most or any(type(size) is int and size > most for size in sizes):
@@ -224,10 +205,7 @@ def _parse_description(path: Path, header: str) -> ControllerDescription:
         raw = parse_json(header)
         found, writer = raw["layout"], raw["esper"]
         if found == LAYOUT_VERSION:
-            description = msgspec.convert(raw, ControllerDescription)
-            if description.heads == tuple(head.name for head in spec(1, 1)[1].heads):
-                return description
-            found = f"{found} with the heads {', '.join(description.heads)}"
+            return msgspec.convert(raw, ControllerDescription)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ControllerError(f"{path} is damaged: its description cannot be understood; {_WHAT_TO_DO} ({error})") from error
     raise ControllerError(

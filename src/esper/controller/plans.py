@@ -19,16 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from esper.controller.config import BRANCHES, MOVES, UNTIL, WIDENINGS
 from esper.growth.controllers.baselines import see_through
 from esper.growth.lifecycle.stages import Action, Candidate, Cost, Decision, Germinate, GrowthState, SlotState, may_germinate
 from esper.growth.measure.contribution import Allowance, total
 from esper.rng import Streams
-
-WIDENINGS = ("widen_100", "widen_300", "widen_700")
-BRANCHES = ("double_conv3x3", "mlp")  # in order of preference
-NORM = "norm"
-BLUEPRINTS = (*WIDENINGS, *BRANCHES, NORM)  # of all moves
-MOVES = (*WIDENINGS, "deep", "widen_100 and deep", "widen_300 and deep", NORM)
 
 Choice = tuple[SlotState, Candidate]
 
@@ -147,7 +142,6 @@ class RandomPlan:
 
     seed: int
     record: Record = _record_nothing
-    until: float = 0.6  # share of the training after which nothing grows
     name: str = "random"
     _times: list[int] = field(default_factory=list)  # of the moves, then the one at which it is recorded that nothing more grows
 
@@ -167,7 +161,7 @@ class RandomPlan:
 
     def _draw_times(self, epochs: int, rng: np.random.Generator) -> list[int]:
         count = 1 + int(rng.choice(3, p=[0.55, 0.3, 0.15]))
-        last = max(int(self.until * epochs), 1)
+        last = max(int(UNTIL * epochs), 1)
         times = sorted({1 + int(last * rng.random() ** 2) for _ in range(count)})
         end = int(rng.integers(times[-1] + 1, epochs)) if times[-1] + 1 < epochs else epochs
         return [*times, end]

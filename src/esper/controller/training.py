@@ -22,8 +22,9 @@ import msgspec
 
 from esper.controller.config import ControllerConfig
 from esper.controller.env import GrowthEnv
-from esper.controller.learned import save_controller
+from esper.controller.learned import load_controller, save_controller
 from esper.controller.network import make_parts, make_policy
+from esper.controller.value import ValueModel
 from esper.devices import determinism, find_device, threads
 from esper.parallel import ALONE, Group
 from esper.rl.ppo import PPO
@@ -55,18 +56,26 @@ def prepare_controller(config: ControllerConfig, group: Group = ALONE) -> Iterat
     with threads(config.threads), determinism(config.deterministic):
         try:
             env = GrowthEnv(config, partial(load_task_from, config.data_dir), seed=config.ppo.seed, device=device, on_event=relay)
-            parts = make_parts(
-                config.network,
-                config.ppo.network,
-                slots=env.slots,
-                blueprints=env.blueprints,
-                generator=Streams(config.ppo.seed).torch("controller"),
-            )
+            generator = Streams(config.ppo.seed).torch("controller")
+            parts = make_parts(config.network, config.ppo.network, generator=generator, value=start_value(config))
             ppo = PPO(env, config.ppo, parts.encoder, actor=parts.actor, critic=parts.critic, device=device, on_event=relay, group=group)
         except (ValueError, TaskError) as error:
             raise RunError(str(error)) from error
         with contextlib.closing(env):
             yield ppo, relay
+
+
+def start_value(config: ControllerConfig) -> ValueModel | None:
+    """Return the value model that the training starts from; None: one with random weights."""
+    if config.start is None:
+        return None
+    value, network = load_controller(config.start).value, config.network
+    if (value.members, value.width) != (network.members, network.width):
+        raise ValueError(
+            f"network: expected members {value.members} and width {value.width}, those of {config.start}, "
+            f"got {network.members} and {network.width}"
+        )
+    return value
 
 
 def load_task_from(data_dir: str | None, name: str) -> Task:
@@ -77,20 +86,12 @@ def load_task_from(data_dir: str | None, name: str) -> Task:
 def write_controller(folder: Path, config: ControllerConfig, step: int, state: dict[str, Any]) -> None:
     """Write the policy of a checkpoint as a controller file into the folder of the run."""
     saved: dict[str, Any] = state["ppo"]
-    slots, blueprints, _ = saved["observation_spec"]["candidates"]["shape"]
-    policy = make_policy(
-        config.network,
-        config.ppo.network,
-        slots=slots,
-        blueprints=blueprints,
-        generator=Streams(config.ppo.seed).torch("controller"),
-        normalize_values=config.ppo.normalize_values,
-    )
+    policy = make_policy(config.network, config.ppo.network, generator=Streams(config.ppo.seed).torch("controller"))
     load_module(policy, saved["policy"])
     # Drop NaN, which JSON does not allow: a run that was stopped before any episode had ended has no mean return.
     summary = {name: value for name, value in state["summary"].items() if not isinstance(value, float) or math.isfinite(value)}
     info = {"run": folder.name, "step": step, "domain": msgspec.to_builtins(config.domain), **summary}
-    save_controller(folder / CONTROLLER, policy, info, ops=("wait", *config.ops), actions=config.actions)
+    save_controller(folder / CONTROLLER, policy, info)
 
 
 GROWTH = Trainer(

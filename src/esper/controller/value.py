@@ -22,45 +22,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper.controller.features import MOVE, ObservedMove
-from esper.controller.plans import NOTHING, Move, moves
-from esper.growth.config import RentConfig
-from esper.growth.controllers.baselines import see_through
-from esper.growth.lifecycle.stages import Action, Cost, Decision, GrowthState
-from esper.growth.measure.contribution import rent_of, total
+from esper.controller.features import HOST, MOVE
+from esper.controller.layout import Vector, decision, host_features, move_features, options, sizes_after
+from esper.controller.plans import NOTHING, Move
+from esper.growth.lifecycle.stages import Decision, GrowthState
 from esper.rng import Streams
-
-Vector = NDArray[np.float32]
 
 MEMBERS, WIDTH = 8, 64
 LEAST_SPREAD = 0.01  # of a gain, in units; below it the likelihood would be dominated by a few exact records
 
 
-def rent_at(price: float) -> RentConfig:
-    """Return the rent of a price: that of the parameters, and for FLOPs in a fixed relation to it."""
-    return RentConfig(parameters=price, flops=0.3 * price)
-
-
-def size_of(added: Cost, host: Cost) -> float:
-    """Return the size of what was added, the rent at a price of 1."""
-    return rent_of(added, host, rent_at(1.0))
-
-
 # Data
 
 
-def describe(state: GrowthState, options: Sequence[Move]) -> Vector:
-    """Return the features [options, F] of these moves in a state."""
-    return MOVE.scaled(np.array([MOVE.values(ObservedMove(state, move)) for move in options], dtype=float))
-
-
-def sizes_after(state: GrowthState, options: Sequence[Move]) -> list[float]:
-    """Return the size of all that is added to the host, with each of the moves."""
-    return [size_of(total([state.added, move.cost]), state.host_cost) for move in options]
+def describe(state: GrowthState, some: Sequence[Move]) -> Vector:
+    """Return the features [moves, F] of a host and each of these moves."""
+    return np.concatenate([np.tile(host_features(state), (len(some), 1)), move_features(state, some)], axis=1)
 
 
 @dataclass
@@ -108,8 +88,8 @@ class Prediction:
     size: Tensor  # [E, M]
     spread: Tensor  # standard deviation of the gain of one host around its mean [E, M]
 
-    def value(self, price: float) -> Tensor:
-        """Return gain - price × size [E, M]."""
+    def value(self, price: float | Tensor) -> Tensor:
+        """Return gain - price × size [E, M], at one price or at one for each move [M]."""
         return self.gain - price * self.size
 
 
@@ -121,9 +101,16 @@ class ValueModel(nn.Module):
     gain_scale: Tensor
 
     def __init__(
-        self, *, features: int = MOVE.width, width: int = WIDTH, members: int = MEMBERS, generator: torch.Generator | None = None
+        self,
+        *,
+        features: int = HOST.width + MOVE.width,
+        width: int = WIDTH,
+        members: int = MEMBERS,
+        generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
+        self.width, self.members = width, members
+        features = HOST.width + MOVE.width
         sizes = [features, width, width, 3]
         self.weights = nn.ParameterList(
             torch.randn(members, before, after, generator=generator) * math.sqrt((2.0 if number else 1.0) / before)
@@ -195,36 +182,32 @@ def _bootstrap_weights(cells: Sequence[int], rng: np.random.Generator) -> Tensor
 class ValueController:
     """Makes the move with the highest value, if it is above that of growing nothing more by `caution` standard deviations of the members.
 
-    It decides from the second decision on, when there are losses and the estimates of a probe, up to `until` of the training. The price is
-    that of the host's parameters; another price of FLOPs than that of `rent_at` is not seen.
+    It decides from the second decision on, when there are losses and the estimates of a probe. The price is that of the host's parameters;
+    another price of FLOPs than that of `rent_at` is not seen.
     """
 
     name = "value"
 
-    def __init__(self, model: ValueModel, *, caution: float = 0.5, until: float = 0.6) -> None:
-        self.model, self.caution, self.until = model, caution, until
+    def __init__(self, model: ValueModel, *, caution: float = 0.5) -> None:
+        self.model, self.caution = model, caution
 
     def decide(self, state: GrowthState) -> Decision:
-        options = moves(state)
-        is_early = state.epochs is None or state.epoch <= max(self.until * state.epochs, 1)
-        move, why = self._choose(state, options) if options and is_early and state.epoch > 0 else (NOTHING, "")
-        actions: list[Action] = move.germinate(why)
-        actions += see_through(state, {action.slot for action in actions})
-        return Decision(tuple(actions), why, probe=is_early and bool(options))
+        return decision(state, *self._choose(state, list(options(state).values())))
 
-    def _choose(self, state: GrowthState, options: Sequence[Move]) -> tuple[Move, str]:
-        """Return the move to make and the reason."""
-        everything = [NOTHING, *options]
+    def _choose(self, state: GrowthState, possible: Sequence[Move]) -> tuple[Move, str]:
+        """Return the move to make and the reason. The first of the possible moves is NOTHING."""
+        if len(possible) < 2:
+            return NOTHING, ""
         with torch.no_grad():
-            features, sizes = torch.from_numpy(describe(state, everything)), torch.tensor(sizes_after(state, everything))
-            found = self.model(features, sizes)
+            found = self.model(torch.from_numpy(describe(state, possible)), torch.tensor(sizes_after(state, possible)))
         value = found.value(state.rent.parameters)
-        ahead = value[:, 1:] - value[:, :1]  # of growing nothing more [E, options]
+        ahead = value - value[:, :1]  # of growing nothing more [E, moves]
         score = ahead.mean(0) - self.caution * ahead.std(0)
         best = int(score.argmax())
-        gain, more = float(found.gain[:, 1 + best].mean()), float(ahead.mean(0)[best])
-        why = f"{options[best].name}: expected to end {gain:.3g} ahead of never growing, and {more:.3g} ahead of growing nothing more"
-        return (options[best], why) if score[best] > 0 else (NOTHING, f"grows nothing; best is {why}")
+        second = best or 1 + int(score[1:].argmax())
+        gain, more = float(found.gain[:, second].mean()), float(ahead.mean(0)[second])
+        why = f"{possible[second].name}: expected to end {gain:.3g} ahead of never growing, and {more:.3g} ahead of growing nothing more"
+        return possible[best], why if best else f"grows nothing; best is {why}"
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -215,7 +215,9 @@ def _kept(run: Run) -> list[dict[str, Any]]:
 def _controller(run: Run) -> Described:
     rounds = run.index.events("round_ended")
     recent = rounds[-10:]
-    tasks = ", ".join(dict.fromkeys(f"{event['task']} with host {event['host']}" for event in rounds)) or "no round yet"
+    tasks = (
+        ", ".join(dict.fromkeys(f"{event['task']} with {str(event['host']).partition('-')[0]} hosts" for event in rounds)) or "no round yet"
+    )
     what = f"A controller, which decides where and when a network grows. It was trained by PPO on fleets of hosts: {_plain(tasks)}."
     figures = []
     if recent:

@@ -2,7 +2,8 @@
 
 All of it comes from the events `host_ended`, `stage_entered`, `measured`, `rolled_back` and `calibration`. Imports no torch.
 
-A cell is a task and an architecture. Hosts of one seed share data, order and twin, so an interval is over the means of such groups.
+A cell here is a task and a family of architectures. Hosts of one seed share data, order and twin, so an interval is over the means of
+such groups.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def _place(event: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _cell(host: Mapping[str, Any]) -> str:
-    return f"{host['task']} · {host['host']}"
+    family, _, size = str(host["host"]).partition("-")
+    return f"{host['task']} · {family if 'x' in size else host['host']}"  # "conv-4x3", or "4-8-16" in earlier runs
 
 
 def _utility(hosts: list[dict[str, Any]]) -> tuple[float, float | None, float | None]:

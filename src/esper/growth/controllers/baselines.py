@@ -18,6 +18,7 @@ from esper.growth.lifecycle.stages import (
     GrowthState,
     Prune,
     Stage,
+    may_blend,
 )
 from esper.rng import Streams
 
@@ -77,7 +78,7 @@ def see_through(state: GrowthState, busy: set[str]) -> list[Action]:
         name = slot.place.name
         if name in busy or slot.is_withdrawing:
             continue
-        if slot.stage is Stage.TRAINING:
+        if slot.stage is Stage.TRAINING and may_blend(slot, state.lifecycle).passed:
             actions.append(Advance(name, "as planned"))
         elif slot.stage is Stage.HOLDING and slot.contribution is not None and slot.contribution.epoch == state.epoch:
             words = slot.contribution.in_words()
