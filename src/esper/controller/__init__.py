@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 from esper.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from esper.controller.compare import Comparison as Comparison, compare as compare
+    from esper.controller.compare import compare as compare
+    from esper.controller.compare_results import Comparison as Comparison
     from esper.controller.config import (
         RENT_LEVELS as RENT_LEVELS,
+        CellDomain as CellDomain,
         CompareConfig as CompareConfig,
         ControllerConfig as ControllerConfig,
         ControllerRewardConfig as ControllerRewardConfig,

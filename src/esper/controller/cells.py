@@ -12,24 +12,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import msgspec
 import numpy as np
 
-from esper.config import Config, ConfigError, Count, Fraction, NonNegativeInt, PositiveFloat, PositiveInt
+from esper.config import Config, Count, Fraction, NonNegativeInt, PositiveFloat, PositiveInt
+from esper.controller.config import SOURCES_OF_TOKENS, CellDomain as CellDomain, Optimizer, Schedule
 from esper.fleet.config import FleetConfig, HostConfig
 from esper.growth.config import RentConfig
 from esper.rng import Streams
 from esper.tasks import Task
 from esper.tasks.teacher import TEACHER, make_teacher_task
 
-Family = Literal["conv", "residual", "mlp", "gpt"]
-Optimizer = Literal["adamw", "sgd"]
-Schedule = Literal["none", "cosine"]
-
 TEACHERS = tuple(f"conv-{width}x{blocks}" for width in (2, 4, 8) for blocks in (1, 2, 3))  # from easy to hard, about
-SOURCES_OF_TOKENS = ("text",)
 MOST_MLP_BLOCKS = 4  # without norms, a deeper one hardly learns
 LEARNING_RATES: dict[Optimizer, tuple[float, float]] = {"adamw": (0.001, 0.02), "sgd": (0.01, 0.2)}  # log-uniform between these
 
@@ -56,8 +51,12 @@ class Cell(Config):
         return self.host.partition("-")[0]
 
     @property
+    def samples_per_decision(self) -> int:
+        return self.batch_size * self.steps_per_decision
+
+    @property
     def samples_of_a_life(self) -> int:
-        return self.batch_size * self.steps_per_decision * self.horizon
+        return self.samples_per_decision * self.horizon
 
     def task(self, load: Callable[[str], Task]) -> Task:
         """Return the data of the cell; `load` returns a task by its name."""
@@ -84,41 +83,6 @@ class Cell(Config):
         """Return the settings of one host of a fleet of this cell; `task` is the cell's."""
         share = 1.0 if self.samples is None else min(self.samples / len(task.train), 1.0)
         return HostConfig(seed=seed, horizon=self.horizon, learning_rate=self.learning_rate, data_share=share, rent=rent)
-
-
-class CellDomain(Config):
-    """Ranges that cells are drawn from, [least, most], log-uniform unless noted. Names and numbers outside them are held out."""
-
-    sources: tuple[str, ...] = ("digits", "digits-1d", "text", "teacher")
-    families: tuple[Family, ...] = ("conv", "residual", "mlp", "gpt")
-    width: tuple[PositiveInt, PositiveInt] = (2, 32)  # of the first block
-    blocks: tuple[PositiveInt, PositiveInt] = (1, 8)
-    samples: tuple[Count, Count] = (256, 4_096)
-    classes: tuple[Count, Count] = (2, 10)  # uniform
-    label_noise: tuple[Fraction, Fraction] = (0.0, 0.5)  # uniform
-    clean_share: Fraction = 0.5  # of the cells without wrong labels
-    optimizers: tuple[Optimizer, ...] = ("adamw", "sgd")
-    schedules: tuple[Schedule, ...] = ("cosine", "none")
-    batch_size: tuple[Count, Count] = (32, 128)
-    horizon: tuple[PositiveInt, PositiveInt] = (8, 32)  # decisions
-    samples_of_a_life: tuple[PositiveInt, PositiveInt] = (40_000, 300_000)  # of a whole training; the steps between decisions follow
-
-    def check(self) -> None:
-        for name in ("sources", "families", "optimizers", "schedules"):
-            given = getattr(self, name)
-            if not given or len(set(given)) < len(given):
-                raise ConfigError(name, expected="names, at least one and each once", got=given)
-        for name in ("width", "blocks", "samples", "classes", "label_noise", "batch_size", "horizon", "samples_of_a_life"):
-            least, most = getattr(self, name)
-            if least > most:
-                raise ConfigError(name, expected="a range, the smaller number first", got=(least, most))
-        for source in self.sources:
-            if not self.families_for(source):
-                raise ConfigError("families", expected=f"one that can read {source}", got=self.families)
-
-    def families_for(self, source: str) -> list[Family]:
-        """Return the families that can read the inputs of a source: a gpt reads tokens, all others values."""
-        return [family for family in self.families if (family == "gpt") == (source in SOURCES_OF_TOKENS)]
 
 
 def draw_cell(domain: CellDomain, *, number: int, seed: int) -> Cell:

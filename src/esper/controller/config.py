@@ -44,6 +44,10 @@ HELD_OUT_SEEDS = 10_000  # host seeds below this are reserved for comparisons, a
 Channels = Annotated[str, Meta(pattern=r"^[1-9]\d*(-[1-9]\d*)*$")]  # channels of the blocks of a host, first to last: "4-8-16"
 BUILTIN_CONTROLLERS = ("never", "random", "schedule", "heuristic")  # in comparisons; other names are paths of controller files
 RentLevel = Literal["low", "middle", "high"]
+Family = Literal["conv", "residual", "mlp", "gpt"]
+Optimizer = Literal["adamw", "sgd"]
+Schedule = Literal["none", "cosine"]
+SOURCES_OF_TOKENS = ("text",)
 
 
 class ControllerRewardConfig(Config):
@@ -167,45 +171,68 @@ class ControllerConfig(ShownConfig):
         return self.rounds * self.hosts * self.ppo.num_steps
 
 
-class CompareConfig(Config):
-    """Comparison of controllers on the same hosts with the same data orders, seed by seed, with all costs counted."""
+class CellDomain(Config):
+    """Ranges that cells are drawn from, [least, most], log-uniform unless noted. Names and numbers outside them are held out."""
 
-    controllers: tuple[str, ...] = BUILTIN_CONTROLLERS  # names, or paths of controller files; the first file is compared with all others
-    tasks: tuple[str, ...] = ("digits",)
-    hosts: tuple[Channels, ...] = ("4-8-16",)  # channels of the blocks of the hosts
-    seeds: PositiveInt = 20  # hosts per task and architecture; their seeds 0, 1, ... are never trained on
-    levels: tuple[RentLevel, ...] = ("low", "middle", "high")  # rent levels
-    horizon: PositiveInt = 20  # training segments of a host
-    learning_rate: PositiveFloat = 0.01
-    controls: bool = True  # add the controls longer and final size, both with the FLOPs of the compared controller
-    sweep: tuple[Channels, ...] = ()  # static sizes to try instead of growing
-    tuning_seeds: PositiveInt = 6  # number of training seeds for choosing the fixed schedule
-    rows: Count = 128  # hosts trained at once
-    seed: NonNegativeInt = 0  # random seed of random plans and bootstrap
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if available
-    threads: Threads | None = None  # CPU threads of torch; None: torch's default
-    data_dir: str | None = None  # folder with the files of tasks that need some
-    fleet: FleetConfig = FleetConfig()
-    growth: GrowthConfig = GrowthConfig()
+    sources: tuple[str, ...] = ("digits", "digits-1d", "text", "teacher")
+    families: tuple[Family, ...] = ("conv", "residual", "mlp", "gpt")
+    width: tuple[PositiveInt, PositiveInt] = (2, 32)  # of the first block
+    blocks: tuple[PositiveInt, PositiveInt] = (1, 8)
+    samples: tuple[Count, Count] = (256, 4_096)
+    classes: tuple[Count, Count] = (2, 10)  # uniform
+    label_noise: tuple[Fraction, Fraction] = (0.0, 0.5)  # uniform
+    clean_share: Fraction = 0.5  # of the cells without wrong labels
+    optimizers: tuple[Optimizer, ...] = ("adamw", "sgd")
+    schedules: tuple[Schedule, ...] = ("cosine", "none")
+    batch_size: tuple[Count, Count] = (32, 128)
+    horizon: tuple[PositiveInt, PositiveInt] = (8, 32)  # decisions
+    samples_of_a_life: tuple[PositiveInt, PositiveInt] = (40_000, 300_000)  # of a whole training; the steps between decisions follow
 
     def check(self) -> None:
-        for name in ("controllers", "tasks", "hosts", "levels"):
+        for name in ("sources", "families", "optimizers", "schedules"):
             given = getattr(self, name)
             if not given or len(set(given)) < len(given):
                 raise ConfigError(name, expected="names, at least one and each once", got=given)
-        if self.seeds > HELD_OUT_SEEDS:
-            raise ConfigError("seeds", expected=f"at most {HELD_OUT_SEEDS:,}, because larger host seeds are for training", got=self.seeds)
-        if self.controls and self.growth.lifecycle.raise_mode == "shadow":
+        for name in ("width", "blocks", "samples", "classes", "label_noise", "batch_size", "horizon", "samples_of_a_life"):
+            least, most = getattr(self, name)
+            if least > most:
+                raise ConfigError(name, expected="a range, the smaller number first", got=(least, most))
+        for source in self.sources:
+            if not self.families_for(source):
+                raise ConfigError("families", expected=f"one that can read {source}", got=self.families)
+
+    def families_for(self, source: str) -> list[Family]:
+        """Return the families that can read the inputs of a source: a gpt reads tokens, all others values."""
+        return [family for family in self.families if (family == "gpt") == (source in SOURCES_OF_TOKENS)]
+
+
+class CompareConfig(Config):
+    """Comparison of controllers in the same cells and on the same hosts, at several prices of rent."""
+
+    controllers: tuple[str, ...] = ()  # paths of controller files; the first is compared with all others, or else the heuristic
+    cells: PositiveInt = 12
+    hosts: Annotated[int, Meta(ge=2, le=HELD_OUT_SEEDS)] = 3  # in each cell; their seeds 0, 1, ... are never trained on
+    prices: tuple[PositiveFloat, ...] = (0.003, 0.01, 0.03, 0.1)  # of a network that is e times as large, in units of the loss scale
+    training_cells: PositiveInt = 12  # other cells, on which the blind plans and the rules are chosen, unless a controller file has plans
+    controls: bool = True  # train controls too, with the FLOPs of the compared controller
+    rows: Count = 256  # hosts trained at once
+    seed: NonNegativeInt = 0  # of the cells and the random moves
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if available
+    threads: Threads | None = None  # CPU threads of torch; None: torch's default
+    data_dir: str | None = None  # folder with the files of tasks that need some
+    domain: CellDomain = CellDomain()
+
+    def check(self) -> None:
+        for name in ("controllers", "prices"):
+            given = getattr(self, name)
+            if len(set(given)) < len(given):
+                raise ConfigError(name, expected="each once", got=given)
+        if not self.prices:
+            raise ConfigError("prices", expected="at least one", got=self.prices)
+        least = GrowthConfig().lifecycle.holding_epochs + 1
+        if self.domain.horizon[0] < least:
             raise ConfigError(
-                "controls", expected="false with raise_mode shadow, because a shadow seed is not part of the host from the start", got=True
+                "domain.horizon",
+                expected=f"at least {least} decisions: seeds grow after the first one, and need the others to be kept",
+                got=self.domain.horizon,
             )
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """Controllers that are given as paths of files."""
-        return tuple(name for name in self.controllers if name not in BUILTIN_CONTROLLERS)
-
-    @property
-    def compared(self) -> str:
-        """The controller that is compared with all others: the first file, else the first built-in one of a fixed order."""
-        return next((name for name in (*self.files, "heuristic", "schedule", "random") if name in self.controllers), "never")
