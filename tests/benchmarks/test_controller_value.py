@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from esper.controller.cells import CellDomain
-from esper.controller.plans import CONSTANT_PLANS
+from esper.controller.plans import CONSTANT_PLANS, MOVES
 
 with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by path
     patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
@@ -37,7 +37,7 @@ def test_a_model_is_fitted_to_lives_and_compared_in_other_cells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(controller_value, "TRAINED", QUICK)
-    monkeypatch.setattr(controller_value, "UNSEEN", {"as trained on": QUICK})
+    monkeypatch.setattr(controller_value, "COMPARED", {"as trained on": QUICK})
     monkeypatch.setattr(controller_value, "PRICES", (0.003, 0.1))
     folder, out = tmp_path / "lives", tmp_path / "out.jsonl"
     of_lives = ["lives", "--folder", str(folder), "--hosts", "1", "--plans", "2", "--jobs", "1"]
@@ -50,14 +50,18 @@ def test_a_model_is_fitted_to_lives_and_compared_in_other_cells(
     assert np.stack(records.features).shape == (len(records), controller_value.ValueModel().mean.numel())
     lives = [line for line in lines(folder / "lives.jsonl") if line.get("what") == "lives"]
     assert [set(line["constant"]) for line in lives] == [{plan.name for plan in CONSTANT_PLANS}] * 2  # type: ignore[call-overload]
-    controller_value.main(["compare", "--folder", str(folder), "--cells", "1", "--hosts", "2", "--jobs", "1", "--out", str(out)])
+    assert all(len(line["first"]) == len(MOVES) for line in lives)  # type: ignore[arg-type]
+    of_compare = ["compare", "--folder", str(folder), "--hosts", "2", "--jobs", "1", "--out", str(out), "--no-controls"]
+    controller_value.main([*of_compare, "--cells", "1"])
+    controller_value.main([*of_compare, "--cells", "2"])
     hosts, summary = [line for line in lines(out) if line.get("what") == "host"], lines(out)[-1]
-    assert len(hosts) == 2 * (len(CONSTANT_PLANS) + 2 * 2)
+    assert len(hosts) == 2 * 2 * (len(CONSTANT_PLANS) + 1 + 2 * 4), "the first cell is not trained again"
     assert all(line["gain"] == 0 for line in hosts if line["contestant"] == "never")
-    assert [(row["price"], row["contestant"]) for row in summary["rows"]] == [  # type: ignore[attr-defined]
-        (price, name) for price in (0.003, 0.1) for name in ("blind", "tuned", "heuristic", "value")
-    ]
-    assert "ahead of never" in capsys.readouterr().out
+    names = ("value", "never", "early", "random", "blind", "tuned", "rule", "heuristic")
+    assert [(row["price"], row["contestant"]) for row in summary["rows"]] == [(price, name) for price in (0.003, 0.1) for name in names]  # type: ignore[attr-defined]
+    capsys.readouterr()
+    controller_value.main(["tables", "--out", str(out)])
+    assert "all cells (2), price 0.003" in capsys.readouterr().out
 
 
 def test_without_lives_there_is_nothing_to_fit(tmp_path: Path) -> None:
@@ -65,27 +69,7 @@ def test_without_lives_there_is_nothing_to_fit(tmp_path: Path) -> None:
         controller_value.main(["compare", "--folder", str(tmp_path), "--out", str(tmp_path / "out.jsonl")])
 
 
-def host(contestant: str, seed: int, gain: float, *, size: float = 0.0) -> dict[str, object]:
-    return {"cell": 0, "contestant": contestant, "host_seed": seed, "gain": gain, "size": size}
-
-
-def test_a_plan_is_tuned_on_the_other_hosts_of_a_cell_after_rent() -> None:
-    gains = {plan.name: (0.0, 0.0, 0.0) for plan in CONSTANT_PLANS}
-    gains |= {"widen_100 at 0": (0.5, 0.1, 0.1), "deep at 0": (0.0, 0.2, 0.2)}
-    records = [
-        host(name, seed, gain, size=2.0 if name == "deep at 0" else 0.0) for name, three in gains.items() for seed, gain in enumerate(three)
-    ]
-    # Without the first host, the branches are best; without another one, the widening is.
-    assert controller_value.tuned_worth(records, 0.0) == pytest.approx((0.0 + 0.1 + 0.1) / 3)
-    assert controller_value.tuned_worth(records, 1.0) == pytest.approx((0.5 + 0.1 + 0.1) / 3)
-
-
-def test_the_blind_plan_is_the_best_one_on_the_cells_that_were_learned_from_at_every_price() -> None:
-    nothing = {plan.name: [0.0, 0.0] for plan in CONSTANT_PLANS}
-    lives = [{"constant": nothing | {"widen_700 at 0": [0.2, 4.0], "widen_100 at 0": [0.1, 0.5]}}, {"constant": nothing}]
-    assert controller_value.blind_plans(lives) == {
-        0.003: "widen_700 at 0",
-        0.01: "widen_700 at 0",
-        0.03: "widen_100 at 0",
-        0.1: "widen_100 at 0",
-    }
+def test_tables_need_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        controller_value.main(["tables", "--out", str(tmp_path / "out.jsonl")])
+    assert "make one with the command compare" in capsys.readouterr().err

@@ -124,7 +124,7 @@ def choose_rule(features: Mapping[str, Matrix], worths: Mapping[str, Matrix]) ->
 
 def choose_rules(training: Sequence[Record], prices: Sequence[float]) -> dict[float, Rule]:
     """Return the best rule on training cells for every price. A record has "constant" and "first", see `plan_results`."""
-    known = [record for record in training if len(record["first"]) == len(MOVES)]
+    known = [record for record in training if len(record.get("first", {})) == len(MOVES)]
     if not known:
         return {price: Rule() for price in prices}
     features = {move: np.array([record["first"][move] for record in known]) for move in MOVES}
@@ -246,7 +246,7 @@ def compare_cell(
     group: str = "",
     on_progress: OnProgress = _ignore,
 ) -> list[Record]:
-    """Train the hosts of all contestants and controls in one cell, and return a record of each.
+    """Train the hosts of all contestants and controls in one cell, and return a record of each, and a last one of the cell.
 
     `controllers` holds the given contestants: name -> function that makes a new controller for a host, given the price. The records depend
     on nothing outside this cell, so the cells of a comparison can be split over processes.
@@ -287,7 +287,8 @@ def compare_cell(
     samples = len(task.train) if cell.samples is None else min(cell.samples, len(task.train))
     about = {"cell": number, "group": group, **msgspec.to_builtins(cell), "training_samples": samples}
     records = [{"what": "host", **about, **_result(run, never[run.seed])} for run in (*runs, *found)]
-    return records + [{"what": "left out", **about, **_name(run)} for run in left_out]
+    records += [{"what": "left out", **about, **_name(run)} for run in left_out]
+    return [*records, {"what": "cell", **about, "records": len(records)}]
 
 
 def _given(make: Callable[[float], Controller]) -> Contestant:

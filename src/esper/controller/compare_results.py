@@ -2,7 +2,7 @@
 
 A record is a plain dictionary of one host, as `esper.controller.compare` makes it and JSON keeps it:
 
-    what             "host", or "left out" for a control that could not be trained, which has no result
+    what             "host"; "left out" for a control that could not be trained, which has no result; "cell" after the last one of a cell
     cell, group      number of the cell, and the group that it is reported in
     ...              the fields of the cell, see `esper.controller.cells.Cell`
     training_samples number of samples that its hosts see
@@ -81,6 +81,18 @@ def by_contestant(records: Iterable[Record], *, prices: Sequence[float], blind: 
     for (price, host), sizes in grid.items():
         found["grid", price][host] = best_size(sizes, price)
     return dict(found)
+
+
+def of_whole_cells(records: Iterable[Record]) -> list[Record]:
+    """Return the records of the cells that are there as a whole. A comparison that was killed may have left a part of one in a file."""
+    parts: dict[int, list[Record]] = defaultdict(list)
+    whole: dict[int, list[Record]] = {}
+    for record in records:
+        if record.get("what") in ("host", "left out"):
+            parts[record["cell"]].append(record)
+        elif record.get("what") == "cell":
+            whole[record["cell"]] = [*parts.pop(record["cell"])[-record["records"] :], record]
+    return [record for cell in whole.values() for record in cell]
 
 
 def tuned(plans: Mapping[str, Hosts], price: float) -> Hosts:
