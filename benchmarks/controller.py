@@ -1,32 +1,26 @@
-"""Whether a controller can be learned: one is trained, and compared on hosts that it has never seen.
+"""Whether a controller can be learned: one is trained, and compared in cells of data, host and training that it has never seen.
 
-    python benchmarks/controller.py                       # about 27 minutes on two cores
+    python benchmarks/controller.py
     python benchmarks/controller.py --controller runs/controller/controller.safetensors
     python benchmarks/controller.py --setting cifar10 --data-dir DIR --minutes 10
 
-It is trained on many widths, and compared on held-out widths and seeds against never, random, the best fixed schedule, the heuristic, the
-small host trained longer and its own final size from the start, all counted in FLOPs (`esper.controller.compare`). The file has every run.
+It is trained on many widths of convolutional hosts, and compared with all contestants and controls of `esper.controller.compare`, at four
+prices of rent. The file has a record of every host.
 
-Setting `digits`: both digit tasks, two processes that share one policy. It was chosen on training widths and training seeds; the rent
-levels before any controller was trained, by what single seeds gave to hosts of one held-out width.
-
-Setting `cifar10`: one process and one GPU, with the same rents and the same way of learning. A life is 12 × 30 steps of 128 images, about
-one epoch. At 500,000 samples per second of the whole loop a round of 128 lives takes 12 s and the comparison, some 900 lives on two
-widths, about 2 minutes. `--minutes` ends a training that is slower than that after the round in which they are over.
+Setting `digits`: both digit tasks, two processes that share one policy. Setting `cifar10`: one process and one GPU, with the same way of
+learning. `--minutes` ends a training that is slower than expected after the round in which they are over.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -34,7 +28,7 @@ from typing import Any
 import msgspec
 
 from esper.config import save
-from esper.controller.config import BUILTIN_CONTROLLERS, CompareConfig, ControllerConfig, DomainConfig
+from esper.controller.config import CellDomain, CompareConfig, ControllerConfig, DomainConfig
 from esper.fleet.config import FleetConfig
 from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.rl.config import NetworkConfig, PPOConfig
@@ -71,17 +65,7 @@ TRAINING = ControllerConfig(
         network=NetworkConfig(hidden_size=64),
     ),
 )
-COMPARISON = CompareConfig(
-    hosts=DomainConfig().held_out_hosts,
-    seeds=20,
-    horizon=12,
-    tuning_seeds=4,
-    sweep=("2-4-8", "8-16-32", "16-32-64"),
-    device="cpu",
-    threads=1,
-    fleet=FLEET,
-    growth=GROWTH,
-)
+COMPARISON = CompareConfig(device="cpu", threads=1, domain=CellDomain(sources=("digits", "digits-1d"), families=("conv",)))
 # Lives as short, of hosts as starved, on photographs: what one GPU can train by the thousand.
 CIFAR10_FLEET = FleetConfig(batch_size=128, steps_per_decision=30, validation_batch=250, validation_samples=2000, precision="bfloat16")
 CIFAR10_TRAINING = msgspec.structs.replace(
@@ -101,30 +85,20 @@ CIFAR10_TRAINING = msgspec.structs.replace(
     ),
     fleet=CIFAR10_FLEET,
 )
-CIFAR10_COMPARISON = msgspec.structs.replace(
-    COMPARISON,
-    tasks=("cifar10",),
-    hosts=CIFAR10_TRAINING.domain.held_out_hosts,
-    tuning_seeds=2,
-    sweep=(),
-    device="cuda",
-    threads=None,
-    fleet=CIFAR10_FLEET,
-)
+CIFAR10_COMPARISON = CompareConfig(device="cuda", domain=CellDomain(sources=("cifar10",), families=("conv",)))
 
 
 @dataclass(frozen=True)
 class Setting:
     training: ControllerConfig  # hosts: of all ranks together
     comparison: CompareConfig
-    ranks: int  # processes that train and compare; those of a training share one policy
+    ranks: int  # processes that train one policy
 
 
 SETTINGS = {
-    "digits": Setting(TRAINING, msgspec.structs.replace(COMPARISON, tasks=("digits", "digits-1d")), ranks=2),
+    "digits": Setting(TRAINING, COMPARISON, ranks=2),
     "cifar10": Setting(CIFAR10_TRAINING, CIFAR10_COMPARISON, ranks=1),
 }
-MARGIN = 0.02  # nats: a controller that is behind by certainly less than this is not inferior
 
 
 # Training
@@ -165,39 +139,6 @@ def health(folder: Path, ranks: int) -> dict[str, Any]:
     }
 
 
-# Comparing
-
-
-def compare_all(config: CompareConfig, ranks: int) -> list[dict[str, Any]]:
-    """Of every task and host. Static sizes do not depend on the host that grows, so only the first one has them."""
-    jobs = [
-        msgspec.structs.replace(config, tasks=(task,), hosts=(host,), sweep=config.sweep if host == config.hosts[0] else ())
-        for host in config.hosts
-        for task in config.tasks
-    ]
-    if ranks == 1:
-        return list(map(compare_one, jobs))
-    with ProcessPoolExecutor(ranks) as pool:
-        return list(pool.map(compare_one, jobs))
-
-
-def compare_one(config: CompareConfig) -> dict[str, Any]:
-    if config.device == "cpu":
-        os.environ["OMP_NUM_THREADS"] = "1"  # before torch comes
-    from esper.controller.compare import compare
-
-    found = compare(config, lambda name: loaded(name, config.data_dir))
-    return {"runs": msgspec.to_builtins(found.runs), "schedules": found.schedules, "notes": found.notes}
-
-
-@cache
-def loaded(name: str, data_dir: str | None) -> Any:
-    """A task; to decode photographs takes a while."""
-    from esper.controller.training import load_task_from
-
-    return load_task_from(data_dir, name)
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setting", choices=SETTINGS, default="digits")
@@ -207,8 +148,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--run", type=Path, help="folder of the training; a temporary one unless given")
     parser.add_argument("--rounds", type=int, help="of the training; the setting's own unless given")
     parser.add_argument("--minutes", type=float, help="after which the training ends, rounds or not; needs one rank")
-    parser.add_argument("--ranks", type=int, help="processes that train and compare; the setting's own unless given")
-    parser.add_argument("--seeds", type=int, help="hosts of each kind that are compared; the setting's own unless given")
+    parser.add_argument("--ranks", type=int, help="processes that train; the setting's own unless given")
+    parser.add_argument("--cells", type=int, help="in which controllers are compared; the setting's own unless given")
     parser.add_argument(
         "--output", type=Path, help="benchmarks/results/controller.jsonl unless given, with the setting in it if it is not digits"
     )
@@ -223,10 +164,10 @@ def main(arguments: list[str] | None = None) -> None:
 def chosen(setting: Setting, options: argparse.Namespace) -> Setting:
     """The setting, with what the command line says instead."""
     both = {name: value for name in ("device", "data_dir") if (value := getattr(options, name)) is not None}
-    rounds, seeds = options.rounds or setting.training.rounds, options.seeds or setting.comparison.seeds
+    rounds, cells = options.rounds or setting.training.rounds, options.cells or setting.comparison.cells
     return Setting(
         msgspec.structs.replace(setting.training, rounds=rounds, **both),
-        msgspec.structs.replace(setting.comparison, seeds=seeds, **both),
+        msgspec.structs.replace(setting.comparison, cells=cells, **both),
         options.ranks or setting.ranks,
     )
 
@@ -242,39 +183,24 @@ def run(setting: Setting, output: Output, options: argparse.Namespace) -> None:
             output.write({"kind": "training", "seconds": round(seconds, 1), "status": status, **health(folder, setting.ranks)})
             controller = folder / "controller.safetensors"
         began = time.perf_counter()
-        config = msgspec.structs.replace(setting.comparison, controllers=(*BUILTIN_CONTROLLERS, str(controller)))
-        report(compare_all(config, setting.ranks), config, output)
+        compare_with(controller, setting.comparison, output)
         output.write({"kind": "comparison", "seconds": round(time.perf_counter() - began, 1)})
 
 
-def report(results: list[dict[str, Any]], config: CompareConfig, output: Output) -> None:
-    from esper.controller.compare import Comparison
-    from esper.controller.evaluation import EvalRun
+def compare_with(controller: Path, config: CompareConfig, output: Output) -> None:
+    """Compare a controller, print the tables, and write a record of every host and every result."""
+    from esper.controller.compare import compare
+    from esper.controller.training import load_task_from
 
-    runs = [msgspec.convert(run, EvalRun) for some in results for run in some["runs"]]
-    notes = list(dict.fromkeys(note for some in results for note in some["notes"]))
-    comparison = Comparison(config, runs, {name: plan for some in results for name, plan in some["schedules"].items()}, notes)
-    controller, told = config.compared, comparison.to_builtins()
-    for run in told["runs"]:
-        output.append({"kind": "run", **run, "controller": run["controller"].replace(controller, "learned")})
-    output.append({"kind": "schedules", **comparison.schedules})
-    output.append({"kind": "notes", "notes": notes})
-    for standing in told["standings"]:
-        output.append({"kind": "standing", **standing, "controller": standing["controller"].replace(controller, "learned")})
-    output.append({"kind": "pooled", **told["pooled"]})
-    print(comparison.tables().replace(controller, "learned"))
-    for claim, holds in verdicts(comparison).items():
-        output.write({"kind": "verdict", "claim": claim, "holds": holds})
-
-
-def verdicts(comparison: Any) -> dict[str, bool]:
-    ahead = {level: {one.controller: one.ahead for one in comparison.standings(level)} for level in comparison.config.levels}
-    return {
-        "beats random over all levels": comparison.pooled("random").low > 0,
-        "beats never where the rent is low": ahead["low"]["never"].low > 0,
-        "is not worse than never where the rent is high": ahead["high"]["never"].low > -MARGIN,
-        "is not inferior to the best fixed schedule over all levels": comparison.pooled("schedule").low > -MARGIN,
-    }
+    load = cache(partial(load_task_from, config.data_dir))  # decoding photographs takes a while
+    comparison = compare(msgspec.structs.replace(config, controllers=(str(controller),)), load)
+    print(comparison.tables().replace(str(controller), "learned"))
+    found = comparison.to_builtins()
+    for kind in ("records", "rows"):
+        for record in found.pop(kind):
+            named = {"contestant": record["contestant"].replace(str(controller), "learned")} if "contestant" in record else {}
+            output.append({"kind": kind.removesuffix("s"), **record, **named})
+    output.append({"kind": "statistics", **found, "compared": "learned"})
 
 
 if __name__ == "__main__":

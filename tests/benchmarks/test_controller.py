@@ -12,7 +12,7 @@ with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by
     patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     import controller as controller_benchmark
 
-from esper.controller.config import DomainConfig
+from esper.controller.config import CellDomain, CompareConfig, DomainConfig
 from esper.fleet.config import FleetConfig
 from esper.growth.config import GrowthConfig, LifecycleConfig
 
@@ -28,17 +28,8 @@ def tiny_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     domain = DomainConfig(tasks=("digits",), hosts=("2-3-4",), held_out_hosts=("3-4-4",), fleets=1, horizon=(2, 2))
     ppo = msgspec.structs.replace(whole.training.ppo, num_steps=9, num_epochs=1, num_minibatches=2)
     training = msgspec.structs.replace(whole.training, hosts=4, rounds=2, domain=domain, fleet=TINY_FLEET, growth=TINY_GROWTH, ppo=ppo)
-    comparison = msgspec.structs.replace(
-        whole.comparison,
-        tasks=("digits",),
-        hosts=("3-4-4",),
-        seeds=2,
-        horizon=2,
-        tuning_seeds=1,
-        sweep=("4-4-4",),
-        fleet=TINY_FLEET,
-        growth=TINY_GROWTH,
-    )
+    cells = CellDomain(sources=("digits",), families=("mlp",), width=(2, 3), blocks=(1, 1), samples_of_a_life=(600, 600), horizon=(6, 6))
+    comparison = CompareConfig(cells=2, hosts=2, training_cells=1, prices=(0.1,), device="cpu", threads=1, domain=cells)
     monkeypatch.setitem(controller_benchmark.SETTINGS, "digits", controller_benchmark.Setting(training, comparison, ranks=1))
 
 
@@ -51,9 +42,10 @@ def test_a_controller_is_trained_and_compared_with_all_others(tmp_path: Path) ->
     assert (first["kind"], first["status"], first["rounds"]) == ("training", "stopped", 1)  # the time was over after one of two rounds
     assert first["samples_per_s"] > 0
     assert last["kind"] == "comparison"
-    names = {record["controller"] for record in records if record["kind"] == "run"}
-    assert names == {"never", "learned", "heuristic", "schedule", "random", "longer", "final size", "static 4-4-4"}
-    assert len([record for record in records if record["kind"] == "verdict"]) == 4
+    names = {record["contestant"] for record in records if record["kind"] == "row"}
+    assert names >= {"learned", "never", "early", "random", "blind", "tuned", "rule", "heuristic", "longer", "grid"}
+    learned = [record for record in records if record["kind"] == "record" and record.get("contestant") == "learned"]
+    assert {(record["cell"], record["host_seed"]) for record in learned} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert (folder / "controller.safetensors").exists()
 
 
@@ -63,10 +55,7 @@ def test_a_time_limit_is_refused_where_several_processes_train(capsys: pytest.Ca
     assert "add --ranks 1" in capsys.readouterr().err
 
 
-def test_no_setting_trains_on_the_hosts_that_it_compares() -> None:
+def test_a_round_is_a_whole_life_of_every_host() -> None:
     for setting in controller_benchmark.SETTINGS.values():
-        assert set(setting.comparison.hosts) <= set(setting.training.domain.held_out_hosts)
-        assert setting.comparison.tasks == setting.training.domain.tasks
-        assert setting.comparison.seeds >= 10
-        life = (setting.comparison.horizon + 1) * setting.training.actions
+        life = (setting.training.domain.horizon[1] + 1) * setting.training.actions
         assert setting.training.ppo.num_steps == life
