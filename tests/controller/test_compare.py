@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -51,8 +52,9 @@ from esper.controller.compare_results import (
 from esper.controller.config import CompareConfig
 from esper.controller.evaluation import EvalRun
 from esper.controller.features import MOVE
-from esper.controller.plans import ConstantPlan, RandomMoves
-from esper.growth.lifecycle.stages import Candidate, Cost, Germinate, GrowthState
+from esper.controller.plans import ConstantPlan, RandomMoves, move_named
+from esper.growth.controllers.baselines import see_through
+from esper.growth.lifecycle.stages import Candidate, Cost, Decision, Germinate, GrowthState
 from esper.intervals import student_interval, student_p_value
 from esper.rng import Streams
 from esper.tasks import load_task
@@ -374,6 +376,40 @@ def test_controls_have_the_flops_of_the_compared_run() -> None:
             grid = [of(f"grid {factor}", price)[number] for factor in (1, 2, 4)]
             assert 0.4 * ours["flops"] < sum(one["flops"] for one in grid) <= ours["flops"]
             assert grid[0]["size"] == 0 < grid[1]["size"] < grid[2]["size"]
+
+
+class Twice:
+    """Widens the hosts, and again when these seeds are kept."""
+
+    def decide(self, now: GrowthState) -> Decision:
+        grown = move_named("widen_100", now).germinate("again") if now.epoch in (1, 5) else []
+        return Decision((*grown, *see_through(now, {action.slot for action in grown})))
+
+
+@pytest.mark.slow
+def test_a_final_network_with_slots_that_opened_again_is_left_out() -> None:
+    setting = CompareSetting([0.01], range(2), "twice")
+    cell = msgspec.structs.replace(CELL, horizon=10)
+    records = compare_cell(setting, cell, load, {"twice": lambda price: Twice()}, number=0)
+    left_out = [(one["contestant"], one["host_seed"]) for one in records if one["what"] == "left out"]
+    final = [("final", one["host_seed"]) for one in records if one["what"] == "host" and one["contestant"] == "final"]
+    assert left_out
+    assert sorted(left_out + final) == [("final", 0), ("final", 1)]
+    assert Comparison(records, [0.01], {0.01: "never"}, "twice").left_out()["final"] == len(left_out)
+
+
+@pytest.mark.parametrize(
+    ("compared", "name", "message"),
+    [
+        ("mine", "tuned", "'tuned' is the name of a contestant that takes part anyway"),
+        ("mine", "deep at 0", "'deep at 0' is the name of a contestant"),
+        ("yours", "mine", "no contestant is named 'yours'; one of these can be compared: mine, heuristic"),
+    ],
+)
+def test_names_that_are_taken_or_unknown_are_refused(compared: str, name: str, message: str) -> None:
+    setting = CompareSetting([0.01], range(2), compared)
+    with pytest.raises(ValueError, match=message):
+        compare_cell(setting, CELL, load, {name: lambda price: ConstantPlan()}, number=0)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ import torch
 from numpy.typing import NDArray
 
 from esper.controller.cells import Cell, draw_cell
-from esper.controller.compare_results import PLANS, Comparison, Record, blind_plans
+from esper.controller.compare_results import ORDER, PLANS, Comparison, Record, blind_plans
 from esper.controller.config import HELD_OUT_SEEDS, CompareConfig
 from esper.controller.evaluation import EvalCase, EvalRun, EvalSetting, run_cases
 from esper.controller.features import MOVE
@@ -256,7 +256,7 @@ def compare_cell(
     known = Known(cell, Streams(setting.seed).spawn(f"cell {number}"), setting.rules)
     contestants: dict[str, Contestant] = {name: _given(make) for name, make in controllers.items()}
     contestants |= {"heuristic": make_heuristic, **({"rule": make_rule} if setting.rules else {})}
-    assert setting.compared in contestants
+    _check_names(setting, controllers, contestants)
     where = f"cell {number}, {cell.source} {cell.host}"
     case = partial(make_case, cell, task)
 
@@ -270,25 +270,34 @@ def compare_cell(
     ours = [run for run in runs if run.controller == setting.compared]
     known = replace(known, moves=_moves_to_match(ours, setting, known.streams))
     cases = [case("random", seed, price, make_random(seed, price, known)) for seed, price in known.moves]
-    left_out: list[EvalRun] = []
     if setting.controls:
         cases += [_longer(run, case, cell) for run in ours]
-        finals = {(run.seed, run.level): _final(run, case, cell) for run in ours}
-        cases += finals.values()
+        cases += [_final(run, case, cell) for run in ours if not any("#" in slot for slot, _ in run.kept)]
     found = run_cases(evaluation, cases, partial(on_progress, f"{where}: controls"))
+    left_out: list[EvalRun] = []
     if setting.controls:
-        # Leave out the final networks that came out otherwise, because some of their seeds could not grow at the start.
+        # Leave out final networks that cannot grow at the start: those with slots that opened again, and those that came out otherwise.
         wanted = {(run.seed, run.level): run for run in ours}
-        left_out = [run for run in found if run.controller == "final" and not _is_same_network(run, wanted[run.seed, run.level])]
-        found = [run for run in found if run not in left_out]
+        found = [run for run in found if run.controller != "final" or _is_same_network(run, wanted[run.seed, run.level])]
+        trained = {(run.seed, run.level) for run in found if run.controller == "final"}
+        left_out = [run for key, run in wanted.items() if key not in trained]
         found += _grid(ours, case, cell, evaluation, partial(on_progress, f"{where}: widths"))
 
     never = {run.seed: run for run in runs if run.controller == "never"}
     samples = len(task.train) if cell.samples is None else min(cell.samples, len(task.train))
     about = {"cell": number, "group": group, **msgspec.to_builtins(cell), "training_samples": samples}
     records = [{"what": "host", **about, **_result(run, never[run.seed])} for run in (*runs, *found)]
-    records += [{"what": "left out", **about, **_name(run)} for run in left_out]
+    records += [{"what": "left out", **about, **_name(run), "contestant": "final"} for run in left_out]
     return [*records, {"what": "cell", **about, "records": len(records)}]
+
+
+def _check_names(setting: CompareSetting, given: Iterable[str], contestants: Iterable[str]) -> None:
+    """Raise ValueError if a given controller has the name of another contestant, or the compared one does not exist."""
+    taken = [name for name in given if name in (*ORDER, *PLANS) or name.startswith("grid ")]
+    if taken:
+        raise ValueError(f"{taken[0]!r} is the name of a contestant that takes part anyway; give the controller another name")
+    if setting.compared not in contestants:
+        raise ValueError(f"no contestant is named {setting.compared!r}; one of these can be compared: {', '.join(contestants)}")
 
 
 def _given(make: Callable[[float], Controller]) -> Contestant:
@@ -347,8 +356,8 @@ def _longer(run: EvalRun, case: Callable[..., EvalCase], cell: Cell) -> EvalCase
 
 
 def _final(run: EvalRun, case: Callable[..., EvalCase], cell: Cell) -> EvalCase:
-    """Return the final network of a run from the start, trained for as many FLOPs. A slot that opened again, "x#2", cannot grow there."""
-    plan = Planned([(0, slot, blueprint) for slot, blueprint in run.kept if "#" not in slot])
+    """Return the final network of a run from the start, trained for as many FLOPs."""
+    plan = Planned([(0, slot, blueprint) for slot, blueprint in run.kept])
     one = replace(case("final", run.seed, float(str(run.level)), plan), is_static=True)
     flops_per_sample = run.flops_per_sample + run.added_flops
     return _with_horizon(one, math.ceil(decisions_for(run.total_flops, flops_per_sample, samples=cell.samples_per_decision)))
