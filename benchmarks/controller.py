@@ -1,280 +1,259 @@
-"""Whether a controller can be learned: one is trained, and compared on hosts that it has never seen.
+"""Does it pay to look at the host? Random growth in many cells, controllers that learn from it, and their comparison in other cells.
 
-    python benchmarks/controller.py                       # about 27 minutes on two cores
-    python benchmarks/controller.py --controller runs/controller/controller.safetensors
-    python benchmarks/controller.py --setting cifar10 --data-dir DIR --minutes 10
+    python benchmarks/controller.py lives --cells 300 --folder DIR --device cuda --jobs 15
+    python benchmarks/controller.py fit --folder DIR --trainings 5
+    python benchmarks/controller.py train --folder DIR --trainings 5 --rounds 40 --device cuda
+    python benchmarks/controller.py compare --cells 36 --folder DIR --device cuda --jobs 15
+    python benchmarks/controller.py tables
 
-It is trained on many widths, and compared on held-out widths and seeds against never, random, the best fixed schedule, the heuristic, the
-small host trained longer and its own final size from the start, all counted in FLOPs (`esper.controller.compare`). The file has every run.
+`lives` draws cells of data, host and training (see `esper.controller.cells`), without residual hosts and without digits-1d. In each cell it
+trains hosts that never grow, hosts that grow at random, and one for each constant plan, and writes a file for the cell into the folder.
+Cells that are there already are kept.
 
-Setting `digits`: both digit tasks, two processes that share one policy. It was chosen on training widths and training seeds; the rent
-levels before any controller was trained, by what single seeds gave to hosts of one held-out width.
+`fit` fits value models to these files, with different seeds: value_1.safetensors and so on, in the folder. `train` trains a policy from
+each by PPO, on cells of the same kinds: training_1/controller.safetensors and so on.
 
-Setting `cifar10`: one process and one GPU, with the same rents and the same way of learning. A life is 12 × 30 steps of 128 images, about
-one epoch. At 500,000 samples per second of the whole loop a round of 128 lives takes 12 s and the comparison, some 900 lives on two
-widths, about 2 minutes. `--minutes` ends a training that is slower than that after the round in which they are over.
+`compare` compares the controllers in the folder with one another and with all other contestants and controls of `esper.controller.compare`,
+at four prices of rent, in other cells. These are in turn on digits-1d, of residual hosts, of longer trainings, and of the kinds that were
+trained on. Blind plans and rules are chosen on the cells in the folder. Cells that are in the output already are kept, so a comparison that
+was stopped goes on. `tables` prints the tables of the cells that are there.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import msgspec
+import numpy as np
+import torch
 
-from esper.config import save
-from esper.controller.config import BUILTIN_CONTROLLERS, CompareConfig, ControllerConfig, DomainConfig
-from esper.fleet.config import FleetConfig
-from esper.growth.config import GrowthConfig, LifecycleConfig
-from esper.rl.config import NetworkConfig, PPOConfig
-from records import RESULTS, Output
-
-# Short lives of small hosts: what two cores can train by the thousand.
-FLEET = FleetConfig(batch_size=32, steps_per_decision=10, validation_batch=100, validation_samples=400)
-GROWTH = GrowthConfig(
-    blueprints=("norm", "conv3x3", "wide_conv3x3", "bottleneck"),
-    lifecycle=LifecycleConfig(holding_epochs=2, embargo_epochs=2, withdraw_epochs=1),
+from esper.controller.cells import draw_cell
+from esper.controller.compare import (
+    CompareSetting,
+    Rule,
+    choose_rules,
+    compare_cell,
+    eval_setting,
+    gains,
+    make_case,
+    plan_results,
+    recorded_plans,
+    size,
 )
-TRAINING = ControllerConfig(
-    hosts=64,  # of all ranks together
-    rounds=84,  # each of 12 architectures seven times on each rank
-    device="cpu",
-    threads=1,
-    checkpoint_every=10,
-    actions=3,
-    domain=DomainConfig(fleets=1, horizon=(12, 12), learning_rate=(0.01, 0.01), plain_share=1.0),
-    fleet=FLEET,
-    growth=GROWTH,
-    ppo=PPOConfig(
-        num_steps=39,  # 13 decisions of 3 actions: a whole life
-        num_minibatches=4,
-        num_epochs=6,
-        learning_rate=2e-3,
-        learning_rate_schedule="linear",
-        gamma=1.0,
-        gae_lambda=0.95,  # seeds differ by the luck of their first weights, which the critic averages out
-        time_limit_is_end=True,
-        entropy_coef=0.02,
-        entropy_coef_end=0.0,
-        normalize_observations=False,
-        network=NetworkConfig(hidden_size=64),
-    ),
-)
-COMPARISON = CompareConfig(
-    hosts=DomainConfig().held_out_hosts,
-    seeds=20,
-    horizon=12,
-    tuning_seeds=4,
-    sweep=("2-4-8", "8-16-32", "16-32-64"),
-    device="cpu",
-    threads=1,
-    fleet=FLEET,
-    growth=GROWTH,
-)
-# Lives as short, of hosts as starved, on photographs: what one GPU can train by the thousand.
-CIFAR10_FLEET = FleetConfig(batch_size=128, steps_per_decision=30, validation_batch=250, validation_samples=2000, precision="bfloat16")
-CIFAR10_TRAINING = msgspec.structs.replace(
-    TRAINING,
-    hosts=128,
-    rounds=40,
-    device="cuda",
-    threads=None,
-    domain=DomainConfig(
-        tasks=("cifar10",),
-        hosts=("4-8-16", "6-6-12", "8-8-16", "12-12-24"),
-        held_out_hosts=("6-12-24", "8-16-32"),
-        fleets=1,
-        horizon=(12, 12),
-        learning_rate=(0.01, 0.01),
-        plain_share=1.0,
-    ),
-    fleet=CIFAR10_FLEET,
-)
-CIFAR10_COMPARISON = msgspec.structs.replace(
-    COMPARISON,
-    tasks=("cifar10",),
-    hosts=CIFAR10_TRAINING.domain.held_out_hosts,
-    tuning_seeds=2,
-    sweep=(),
-    device="cuda",
-    threads=None,
-    fleet=CIFAR10_FLEET,
-)
+from esper.controller.compare_results import Comparison, blind_plans, of_whole_cells
+from esper.controller.config import ControllerConfig, DomainConfig
+from esper.controller.evaluation import EvalCase, run_cases
+from esper.controller.learned import Learned, load_controller, save_controller
+from esper.controller.plans import RandomPlan
+from esper.controller.training import train_controller
+from esper.controller.value import Recorder, Records, fit
+from esper.growth.controllers.baselines import Never
+from esper.growth.lifecycle.stages import Controller
+from esper.tasks import load_task
+from growth_runs import run_all
+from records import RESULTS, Output, Record
 
-
-@dataclass(frozen=True)
-class Setting:
-    training: ControllerConfig  # hosts: of all ranks together
-    comparison: CompareConfig
-    ranks: int  # processes that train and compare; those of a training share one policy
-
-
-SETTINGS = {
-    "digits": Setting(TRAINING, msgspec.structs.replace(COMPARISON, tasks=("digits", "digits-1d")), ranks=2),
-    "cifar10": Setting(CIFAR10_TRAINING, CIFAR10_COMPARISON, ranks=1),
+PRICES = (0.003, 0.01, 0.03, 0.1)
+TRAINED = DomainConfig(sources=("digits", "teacher", "text"), families=("conv", "mlp", "gpt"), horizon=(8, 24))
+COMPARED = {
+    "another source": DomainConfig(sources=("digits-1d",), families=("conv", "mlp"), horizon=(8, 24)),
+    "another family": DomainConfig(sources=("digits", "teacher"), families=("residual",), horizon=(8, 24)),
+    "longer": msgspec.structs.replace(TRAINED, horizon=(32, 48), samples_of_a_life=(300_000, 600_000)),
+    "as trained on": TRAINED,
 }
-MARGIN = 0.02  # nats: a controller that is behind by certainly less than this is not inferior
+FIRST_SEED = {"lives": 20_000, "compare": 5_000}  # of the hosts; those of comparisons are below HELD_OUT_SEEDS
+load = cache(load_task)
 
 
-# Training
+# Lives that are learned from
 
 
-def train(config: ControllerConfig, folder: Path, *, ranks: int, minutes: float | None) -> str:
-    """Trains a controller into a folder; gives how it ended."""
-    if ranks == 1:
-        return train_here(config, folder, minutes)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    settings = folder.with_suffix(".toml")
-    save(msgspec.structs.replace(config, hosts=config.hosts // ranks), settings)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "--"]
-    subprocess.run([*launcher, "esper.cli.main", "controller", "train", "--config", str(settings), "--run", str(folder)], check=True)
-    return "finished"
+def live(number: int, *, folder: Path, device: str, seeds: int, plans: int, seed: int) -> list[Record]:
+    """Train the hosts of one cell, write what came of every move to a file, and return a record of the cell."""
+    began, cell = time.perf_counter(), draw_cell(TRAINED, number=number, seed=seed)
+    task, first = cell.task(load), FIRST_SEED["lives"] + 1_000 * number
+    constant_plans = recorded_plans()
+    case = partial(make_case, cell, task)
+    cases: list[EvalCase] = [case(plan.name, first, None, plan) for plan in constant_plans]
+    recorders = [plan.record for plan in constant_plans]
+    for host_seed in range(first, first + seeds):
+        if host_seed != first:
+            cases.append(case("never", host_seed, None, Never()))
+            recorders.append(Recorder())
+        for plan in range(plans):
+            recorders.append(Recorder())
+            cases.append(case("random", host_seed, None, RandomPlan(100 * host_seed + plan, recorders[-1])))
+    runs = run_cases(eval_setting(cell, task, device=torch.device(device), rows=len(cases)), cases)
+    records = Records()
+    found = gains(runs, "val")  # nothing that is learned may depend on the test part
+    for run, gain, recorder in zip(runs, found, recorders, strict=True):
+        if run.controller != "never":
+            assert isinstance(recorder, Recorder)
+            records.add(recorder, cell=number, gain=gain, end_size=size(run))
+    columns: dict[str, Any] = {name: np.array(values) for name, values in vars(records).items()}
+    np.savez(folder / f"cell_{number}.npz", **columns)
+    about = {"what": "lives", "cell": number, "seed": seed, **msgspec.to_builtins(cell)}
+    results = plan_results(runs[: len(constant_plans)], constant_plans)
+    return [{**about, "hosts": len(runs), "seconds": time.perf_counter() - began, "mean_gain": fmean(found), **results}]
 
 
-def train_here(config: ControllerConfig, folder: Path, minutes: float | None) -> str:
-    """In this process, which sees when the time is over."""
-    from esper.controller.training import train_controller
-
-    began = time.perf_counter()
-    return train_controller(config, folder, should_stop=lambda: minutes is not None and time.perf_counter() - began > 60 * minutes).status
-
-
-def health(folder: Path, ranks: int) -> dict[str, Any]:
-    """What the learner was like in the last tenth of the training, and how fast all hosts trained, twins included."""
-    events = list(map(json.loads, (folder / "events.jsonl").read_text().splitlines()))
-    updates = [event for event in events if event["kind"] == "update"]
-    last = updates[-max(len(updates) // 10, 1) :]
-    means = {name: fmean(update[name] for update in last) for name in ("explained_variance", "clip_fraction", "total_kl", "mean_return")}
-    seconds = sum(update["collect_seconds"] + update["update_seconds"] for update in updates)
-    return {
-        **means,
-        "entropy": {head: fmean(update["entropy"][head] for update in last) for head in last[0]["entropy"]},
-        "rounds": len(updates),
-        "samples_per_s": ranks * sum(event["samples"] for event in events if event["kind"] == "round_ended") / seconds,  # only one tells
-    }
+def read_records(folder: Path) -> Records:
+    """Return the moves of all cells in a folder."""
+    records = Records()
+    for path in sorted(folder.glob("cell_*.npz")):
+        with np.load(path) as found:
+            for name, values in vars(records).items():
+                values += list(found[name]) if name == "features" else found[name].tolist()
+    if not len(records):
+        raise SystemExit(f"there are no cells in {folder}; make some with the command lives")
+    return records
 
 
-# Comparing
+def read_lives(folder: Path) -> list[Record]:
+    """Return the records of the cells in a folder, with the results of constant plans."""
+    return [record for record in Output(folder / "lives.jsonl", resume=True).earlier if record.get("what") == "lives"]
 
 
-def compare_all(config: CompareConfig, ranks: int) -> list[dict[str, Any]]:
-    """Of every task and host. Static sizes do not depend on the host that grows, so only the first one has them."""
-    jobs = [
-        msgspec.structs.replace(config, tasks=(task,), hosts=(host,), sweep=config.sweep if host == config.hosts[0] else ())
-        for host in config.hosts
-        for task in config.tasks
-    ]
-    if ranks == 1:
-        return list(map(compare_one, jobs))
-    with ProcessPoolExecutor(ranks) as pool:
-        return list(pool.map(compare_one, jobs))
+# Controllers that learn from them
 
 
-def compare_one(config: CompareConfig) -> dict[str, Any]:
-    if config.device == "cpu":
-        os.environ["OMP_NUM_THREADS"] = "1"  # before torch comes
-    from esper.controller.compare import compare
-
-    found = compare(config, lambda name: loaded(name, config.data_dir))
-    return {"runs": msgspec.to_builtins(found.runs), "schedules": found.schedules, "notes": found.notes}
+def value_file(folder: Path, training: int) -> Path:
+    return folder / f"value_{training}.safetensors"
 
 
-@cache
-def loaded(name: str, data_dir: str | None) -> Any:
-    """A task; to decode photographs takes a while."""
-    from esper.controller.training import load_task_from
+def fit_values(folder: Path, trainings: int) -> None:
+    """Fit value models with different seeds, and write them into the folder."""
+    moves, lives = read_records(folder), read_lives(folder)
+    blind = {f"{price:g}": name for price, name in blind_plans(lives, PRICES).items()}
+    about = {"cells": len(lives), "moves": len(moves), "domain": msgspec.to_builtins(TRAINED), "blind": blind}
+    for training in range(1, trainings + 1):
+        save_controller(value_file(folder, training), fit(moves, seed=training), {**about, "seed": training})
 
-    return load_task_from(data_dir, name)
+
+def train_policy(training: int, *, folder: Path, rounds: int, hosts: int, device: str) -> list[Record]:
+    """Train a policy from a value model by PPO, and return a record of its training."""
+    began, start = time.perf_counter(), value_file(folder, training)
+    ppo = msgspec.structs.replace(ControllerConfig().ppo, seed=training)
+    settings = {"device": device, "threads": 1, "host_events": False, "start": str(start), "domain": TRAINED, "ppo": ppo}
+    config = ControllerConfig(hosts=hosts, rounds=rounds, **settings)  # type: ignore[arg-type]
+    result = train_controller(config, folder / f"training_{training}")
+    about = {"what": "training", "training": training, "rounds": rounds, "hosts": hosts, "decisions": result.step}
+    return [{**about, "mean_return": result.mean_return, "seconds": time.perf_counter() - began}]
+
+
+# The comparison
+
+
+def controller_files(folder: Path) -> dict[str, Path]:
+    """Return the controllers in a folder by their names in the tables: learned 1, ..., value 1, ..."""
+    found = {f"learned {path.parent.name.split('_')[1]}": path for path in sorted(folder.glob("training_*/controller.safetensors"))}
+    return found | {f"value {path.stem.split('_')[1]}": path for path in sorted(folder.glob("value_*.safetensors"))}
+
+
+def compare(
+    number: int, *, files: dict[str, Path], rules: dict[float, Rule], device: str, hosts: int, seed: int, controls: bool
+) -> list[Record]:
+    """Train the hosts of all contestants in one cell, and return a record of each."""
+    group = list(COMPARED)[number % len(COMPARED)]
+    cell, first = draw_cell(COMPARED[group], number=number // len(COMPARED), seed=seed), FIRST_SEED["compare"]
+    loaded = {name: load_controller(path) for name, path in files.items()}
+    setting = CompareSetting(PRICES, range(first, first + hosts), next(iter(files)), rules, controls, device=device, seed=seed)
+    controllers = {name: partial(new_copy, controller) for name, controller in loaded.items()}
+    return compare_cell(setting, cell, load, controllers, number=number, group=group)
+
+
+def new_copy(controller: Learned, price: float) -> Controller:
+    return controller.new_copy()
+
+
+def show(records: Sequence[Record], chosen: Record) -> Record:
+    """Print the tables of a comparison, and return the statistics as a record."""
+    blind = {float(price): name for price, name in chosen["blind"].items()}
+    comparison = Comparison(of_whole_cells(records), PRICES, blind, chosen["compared"])
+    print(comparison.tables())
+    statistics = comparison.to_builtins()
+    del statistics["records"]
+    return {"what": "summary", **statistics}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--setting", choices=SETTINGS, default="digits")
-    parser.add_argument("--data-dir", help="of a task that needs files")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="the setting's own unless given")
-    parser.add_argument("--controller", type=Path, help="compare this file instead of training one")
-    parser.add_argument("--run", type=Path, help="folder of the training; a temporary one unless given")
-    parser.add_argument("--rounds", type=int, help="of the training; the setting's own unless given")
-    parser.add_argument("--minutes", type=float, help="after which the training ends, rounds or not; needs one rank")
-    parser.add_argument("--ranks", type=int, help="processes that train and compare; the setting's own unless given")
-    parser.add_argument("--seeds", type=int, help="hosts of each kind that are compared; the setting's own unless given")
-    parser.add_argument(
-        "--output", type=Path, help="benchmarks/results/controller.jsonl unless given, with the setting in it if it is not digits"
-    )
+    parser.add_argument("command", choices=["lives", "fit", "train", "compare", "tables"])
+    parser.add_argument("--folder", type=Path, help="folder for the files of the cells that are learned from, and for the controllers")
+    parser.add_argument("--cells", type=int, default=60)
+    parser.add_argument("--hosts", type=int, default=2, help="hosts with other seeds in each cell")
+    parser.add_argument("--plans", type=int, default=4, help="random plans for each of these hosts (lives)")
+    parser.add_argument("--trainings", type=int, default=1, help="controllers, each with another seed (fit, train)")
+    parser.add_argument("--rounds", type=int, default=40, help="of a training (train)")
+    parser.add_argument("--hosts-at-once", type=int, default=64, help="of a training (train)")
+    parser.add_argument("--no-controls", action="store_true", help="leave out the controls at equal FLOPs (compare)")
+    parser.add_argument("--seed", type=int, default=1, help="of the cells")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=2, help="worker processes, of one thread each")
+    parser.add_argument("--out", type=Path, default=RESULTS / "controller.jsonl")
     options = parser.parse_args(arguments)
-    setting = chosen(SETTINGS[options.setting], options)
-    if options.minutes is not None and setting.ranks > 1:
-        parser.error(f"--minutes ends a training in one process, and there are {setting.ranks}; add --ranks 1")
-    name = "controller" if options.setting == "digits" else f"controller_{options.setting}"
-    run(setting, Output(options.output or RESULTS / f"{name}.jsonl"), options)
+    if options.command == "tables":
+        records = Output(options.out, resume=True).earlier
+        chosen = [record for record in records if record.get("what") == "chosen"]
+        if not chosen:
+            parser.error(f"--out: there is no comparison in {options.out}; make one with the command compare")
+        show(records, chosen[-1])
+        return
+    if options.folder is None:
+        parser.error("--folder: name the folder for the files of the cells that are learned from")
+    if options.command == "compare" and options.hosts < 2:
+        parser.error("--hosts: at least 2 are needed, because plans are tuned on the other hosts of a cell")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    {"lives": run_lives, "fit": run_fit, "train": run_train, "compare": run_compare}[options.command](options)
 
 
-def chosen(setting: Setting, options: argparse.Namespace) -> Setting:
-    """The setting, with what the command line says instead."""
-    both = {name: value for name in ("device", "data_dir") if (value := getattr(options, name)) is not None}
-    rounds, seeds = options.rounds or setting.training.rounds, options.seeds or setting.comparison.seeds
-    return Setting(
-        msgspec.structs.replace(setting.training, rounds=rounds, **both),
-        msgspec.structs.replace(setting.comparison, seeds=seeds, **both),
-        options.ranks or setting.ranks,
-    )
+def run_lives(options: argparse.Namespace) -> None:
+    output = Output(options.folder / "lives.jsonl", resume=True)
+    have = {record["cell"] for record in output.earlier if record.get("what") == "lives"}
+    shared = {"device": options.device, "seed": options.seed, "folder": options.folder, "seeds": options.hosts, "plans": options.plans}
+    jobs = [partial(live, number, **shared) for number in range(options.cells) if number not in have]
+    run_all(jobs, processes=options.jobs, output=output)
 
 
-def run(setting: Setting, output: Output, options: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory() as scratch:
-        controller = options.controller
-        if controller is None:
-            folder = options.run or Path(scratch) / "controller"
-            began = time.perf_counter()
-            status = train(setting.training, folder, ranks=setting.ranks, minutes=options.minutes)
-            seconds = time.perf_counter() - began
-            output.write({"kind": "training", "seconds": round(seconds, 1), "status": status, **health(folder, setting.ranks)})
-            controller = folder / "controller.safetensors"
-        began = time.perf_counter()
-        config = msgspec.structs.replace(setting.comparison, controllers=(*BUILTIN_CONTROLLERS, str(controller)))
-        report(compare_all(config, setting.ranks), config, output)
-        output.write({"kind": "comparison", "seconds": round(time.perf_counter() - began, 1)})
+def run_fit(options: argparse.Namespace) -> None:
+    fit_values(options.folder, options.trainings)
 
 
-def report(results: list[dict[str, Any]], config: CompareConfig, output: Output) -> None:
-    from esper.controller.compare import Comparison
-    from esper.controller.evaluation import EvalRun
-
-    runs = [msgspec.convert(run, EvalRun) for some in results for run in some["runs"]]
-    notes = list(dict.fromkeys(note for some in results for note in some["notes"]))
-    comparison = Comparison(config, runs, {name: plan for some in results for name, plan in some["schedules"].items()}, notes)
-    controller, told = config.compared, comparison.to_builtins()
-    for run in told["runs"]:
-        output.append({"kind": "run", **run, "controller": run["controller"].replace(controller, "learned")})
-    output.append({"kind": "schedules", **comparison.schedules})
-    output.append({"kind": "notes", "notes": notes})
-    for standing in told["standings"]:
-        output.append({"kind": "standing", **standing, "controller": standing["controller"].replace(controller, "learned")})
-    output.append({"kind": "pooled", **told["pooled"]})
-    print(comparison.tables().replace(controller, "learned"))
-    for claim, holds in verdicts(comparison).items():
-        output.write({"kind": "verdict", "claim": claim, "holds": holds})
+def run_train(options: argparse.Namespace) -> None:
+    numbers = range(1, options.trainings + 1)
+    if missing := [number for number in numbers if not value_file(options.folder, number).exists()]:
+        raise SystemExit(f"there is no {value_file(options.folder, missing[0])} to start from; make it with the command fit")
+    shared = {"folder": options.folder, "rounds": options.rounds, "hosts": options.hosts_at_once, "device": options.device}
+    output = Output(options.folder / "trainings.jsonl", resume=True)
+    run_all([partial(train_policy, number, **shared) for number in numbers], processes=options.jobs, output=output)
 
 
-def verdicts(comparison: Any) -> dict[str, bool]:
-    ahead = {level: {one.controller: one.ahead for one in comparison.standings(level)} for level in comparison.config.levels}
-    return {
-        "beats random over all levels": comparison.pooled("random").low > 0,
-        "beats never where the rent is low": ahead["low"]["never"].low > 0,
-        "is not worse than never where the rent is high": ahead["high"]["never"].low > -MARGIN,
-        "is not inferior to the best fixed schedule over all levels": comparison.pooled("schedule").low > -MARGIN,
+def run_compare(options: argparse.Namespace) -> None:
+    lives, files = read_lives(options.folder), controller_files(options.folder)
+    if not files:
+        raise SystemExit(f"there is no controller in {options.folder}; make one with the command fit")
+    rules = choose_rules(lives, PRICES)
+    output = Output(options.out, resume=True)
+    chosen: Record = {
+        "what": "chosen",
+        "blind": {str(price): name for price, name in blind_plans(lives, PRICES).items()},
+        "rules": {str(price): msgspec.to_builtins(rule) for price, rule in rules.items()},
+        "compared": next(iter(files)),
+        "trained_cells": len(lives),
     }
+    output.write(chosen)
+    shared: dict[str, Any] = {"files": files, "rules": rules, "hosts": options.hosts, "device": options.device}
+    shared |= {"seed": 10_000 + options.seed, "controls": not options.no_controls}
+    have = {record["cell"] for record in output.earlier if record.get("what") == "cell"}
+    jobs = [partial(compare, number, **shared) for number in range(options.cells) if number not in have]
+    found = run_all(jobs, processes=options.jobs, output=output)
+    output.append(show([*output.earlier, *found], chosen))
 
 
 if __name__ == "__main__":

@@ -155,20 +155,27 @@ def student_quantile(probability: float, freedom: float) -> float:
         return normal
     if normal < 0:
         return -student_quantile(1 - probability, freedom)
-    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
-    nodes, weights = _gauss_legendre(64)
-    # With t = √freedom · tan(angle), the density becomes scale · cos(angle)^(freedom - 1), which 64 Gauss-Legendre nodes integrate. The
-    # normal quantile is below the wanted one and the distribution is concave from there on, so Newton's method approaches it from below.
+    # The normal quantile is below the wanted one, and the distribution is concave from there on: Newton's method approaches it from below.
     quantile = normal
     for _ in range(200):
-        angle = math.atan(quantile / math.sqrt(freedom))
-        reached = 0.5 + scale * float(weights @ np.cos(angle * (nodes + 1) / 2) ** (freedom - 1)) * angle / 2
-        density = scale / math.sqrt(freedom) * math.cos(angle) ** (freedom + 1)
+        reached, density = _student(quantile, freedom)
         step = (probability - reached) / density
         quantile += step
         if abs(step) <= 1e-12 * quantile:
             break
     return quantile
+
+
+def _student(value: float, freedom: float) -> tuple[float, float]:
+    """Return the distribution function of Student's t at a value, and its density there.
+
+    With t = √freedom · tan(angle), the density becomes scale · cos(angle)^(freedom - 1), which 64 Gauss-Legendre nodes integrate.
+    """
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+    nodes, weights = _gauss_legendre(64)
+    angle = math.atan(value / math.sqrt(freedom))
+    reached = 0.5 + scale * float(weights @ np.cos(angle * (nodes + 1) / 2) ** (freedom - 1)) * angle / 2
+    return reached, scale / math.sqrt(freedom) * math.cos(angle) ** (freedom + 1)
 
 
 # Tests
@@ -193,6 +200,20 @@ def paired_p_value(ours: ArrayLike, theirs: ArrayLike, *, resamples: int = 10_00
         return float((totals(every) >= at_least).mean())
     sampled = _in_chunks(lambda rows: totals(rng.integers(2, size=(rows, pairs))), resamples, width=pairs)
     return float((1 + np.count_nonzero(sampled >= at_least)) / (1 + resamples))
+
+
+def student_p_value(differences: ArrayLike) -> float:
+    """Return the two-sided p-value of Student's t test that the mean of the differences is 0; it fits `student_interval`.
+
+    >>> low = student_interval([0.1, 0.3, 0.2, 0.6], confidence=1 - student_p_value([0.1, 0.3, 0.2, 0.6])).low
+    >>> abs(low) < 1e-9
+    True
+    """
+    sample = _sample(differences)
+    mean, error = abs(float(sample.mean())), float(sample.std(ddof=1)) / math.sqrt(len(sample))
+    if error == 0:
+        return 1.0 if mean == 0 else 0.0
+    return max(2 * (1 - _student(mean / error, len(sample) - 1)[0]), 0.0)
 
 
 def holm(p_values: ArrayLike) -> Floats:

@@ -1,72 +1,82 @@
-"""The benchmark of controllers trains one and compares it. Nothing here measures anything."""
+"""The benchmark of controllers: lives that are learned from, value models and policies, and their comparison in other cells."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import msgspec
+import numpy as np
 import pytest
+
+from esper.controller.config import MOVES, DomainConfig
+from esper.controller.layout import FEATURES
+from esper.controller.plans import CONSTANT_PLANS
 
 with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by path
     patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     import controller as controller_benchmark
 
-from esper.controller.config import DomainConfig
-from esper.fleet.config import FleetConfig
-from esper.growth.config import GrowthConfig, LifecycleConfig
+pytestmark = pytest.mark.extra()  # benchmarks are checked by `make test-all`
 
-pytestmark = [pytest.mark.slow, pytest.mark.extra()]  # benchmarks are checked by `make test-all`
-
-TINY_FLEET = FleetConfig(batch_size=8, steps_per_decision=2, validation_batch=20, validation_samples=40)
-TINY_GROWTH = GrowthConfig(blueprints=("norm", "conv3x3"), lifecycle=LifecycleConfig(holding_epochs=1, embargo_epochs=1, withdraw_epochs=1))
-
-
-@pytest.fixture
-def tiny_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = controller_benchmark.SETTINGS["digits"]
-    domain = DomainConfig(tasks=("digits",), hosts=("2-3-4",), held_out_hosts=("3-4-4",), fleets=1, horizon=(2, 2))
-    ppo = msgspec.structs.replace(whole.training.ppo, num_steps=9, num_epochs=1, num_minibatches=2)
-    training = msgspec.structs.replace(whole.training, hosts=4, rounds=2, domain=domain, fleet=TINY_FLEET, growth=TINY_GROWTH, ppo=ppo)
-    comparison = msgspec.structs.replace(
-        whole.comparison,
-        tasks=("digits",),
-        hosts=("3-4-4",),
-        seeds=2,
-        horizon=2,
-        tuning_seeds=1,
-        sweep=("4-4-4",),
-        fleet=TINY_FLEET,
-        growth=TINY_GROWTH,
-    )
-    monkeypatch.setitem(controller_benchmark.SETTINGS, "digits", controller_benchmark.Setting(training, comparison, ranks=1))
+QUICK = DomainConfig(
+    sources=("digits",),
+    families=("mlp",),
+    width=(2, 4),
+    blocks=(1, 1),
+    samples_of_a_life=(4_000, 4_000),
+    horizon=(8, 8),
+    batch_size=(32, 32),
+)
 
 
-@pytest.mark.usefixtures("tiny_setting")
-def test_a_controller_is_trained_and_compared_with_all_others(tmp_path: Path) -> None:
-    path, folder = tmp_path / "controller.jsonl", tmp_path / "run"
-    controller_benchmark.main(["--run", str(folder), "--output", str(path), "--minutes", "0"])
-    records = [json.loads(line) for line in path.read_text().splitlines()][1:]
-    first, last = records[0], records[-1]
-    assert (first["kind"], first["status"], first["rounds"]) == ("training", "stopped", 1)  # the time was over after one of two rounds
-    assert first["samples_per_s"] > 0
-    assert last["kind"] == "comparison"
-    names = {record["controller"] for record in records if record["kind"] == "run"}
-    assert names == {"never", "learned", "heuristic", "schedule", "random", "longer", "final size", "static 4-4-4"}
-    assert len([record for record in records if record["kind"] == "verdict"]) == 4
-    assert (folder / "controller.safetensors").exists()
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_time_limit_is_refused_where_several_processes_train(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_a_model_is_fitted_to_lives_and_compared_in_other_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(controller_benchmark, "TRAINED", QUICK)
+    monkeypatch.setattr(controller_benchmark, "COMPARED", {"as trained on": QUICK})
+    monkeypatch.setattr(controller_benchmark, "PRICES", (0.003, 0.1))
+    folder, out = tmp_path / "lives", tmp_path / "out.jsonl"
+    of_lives = ["lives", "--folder", str(folder), "--hosts", "1", "--plans", "2", "--jobs", "1"]
+    controller_benchmark.main([*of_lives, "--cells", "1"])
+    first = (folder / "cell_0.npz").stat().st_mtime_ns
+    controller_benchmark.main([*of_lives, "--cells", "2"])
+    assert (folder / "cell_0.npz").stat().st_mtime_ns == first, "cells that are there are kept"
+    records = controller_benchmark.read_records(folder)
+    assert set(records.cells) == {0, 1}
+    assert np.stack(records.features).shape == (len(records), len(FEATURES))
+    lives = [line for line in lines(folder / "lives.jsonl") if line.get("what") == "lives"]
+    assert [set(line["constant"]) for line in lives] == [{plan.name for plan in CONSTANT_PLANS}] * 2  # type: ignore[call-overload]
+    assert all(len(line["first"]) == len(MOVES) for line in lives)  # type: ignore[arg-type]
+    with pytest.raises(SystemExit, match=r"there is no .*value_1.* to start from; make it with the command fit"):
+        controller_benchmark.main(["train", "--folder", str(folder)])
+    with pytest.raises(SystemExit, match="there is no controller in"):
+        controller_benchmark.main(["compare", "--folder", str(folder), "--out", str(out)])
+    controller_benchmark.main(["fit", "--folder", str(folder)])
+    controller_benchmark.main(["train", "--folder", str(folder), "--rounds", "1", "--hosts-at-once", "4", "--jobs", "1"])
+    of_compare = ["compare", "--folder", str(folder), "--hosts", "2", "--jobs", "1", "--out", str(out), "--no-controls"]
+    controller_benchmark.main([*of_compare, "--cells", "1"])
+    controller_benchmark.main([*of_compare, "--cells", "2"])
+    hosts, summary = [line for line in lines(out) if line.get("what") == "host"], lines(out)[-1]
+    assert len(hosts) == 2 * 2 * (len(CONSTANT_PLANS) + 1 + 2 * 5), "the first cell is not trained again"
+    assert all(line["gain"] == 0 for line in hosts if line["contestant"] == "never")
+    names = ("learned 1", "never", "early", "random", "blind", "tuned", "rule", "heuristic", "value 1")
+    assert [(row["price"], row["contestant"]) for row in summary["rows"]] == [(price, name) for price in (0.003, 0.1) for name in names]  # type: ignore[attr-defined]
+    capsys.readouterr()
+    controller_benchmark.main(["tables", "--out", str(out)])
+    assert "all cells (2), price 0.003" in capsys.readouterr().out
+
+
+def test_without_lives_there_is_nothing_to_fit(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"there are no cells in .*; make some with the command lives"):
+        controller_benchmark.main(["fit", "--folder", str(tmp_path)])
+
+
+def test_tables_need_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        controller_benchmark.main(["--minutes", "1"])
-    assert "add --ranks 1" in capsys.readouterr().err
-
-
-def test_no_setting_trains_on_the_hosts_that_it_compares() -> None:
-    for setting in controller_benchmark.SETTINGS.values():
-        assert set(setting.comparison.hosts) <= set(setting.training.domain.held_out_hosts)
-        assert setting.comparison.tasks == setting.training.domain.tasks
-        assert setting.comparison.seeds >= 10
-        life = (setting.comparison.horizon + 1) * setting.training.actions
-        assert setting.training.ppo.num_steps == life
+        controller_benchmark.main(["tables", "--out", str(tmp_path / "out.jsonl")])
+    assert "make one with the command compare" in capsys.readouterr().err

@@ -94,24 +94,7 @@ def test_the_floor_counts_every_convolution_at_the_size_that_it_works_on() -> No
 def test_the_whole_loop_is_measured_with_about_one_seed_in_every_host(tmp_path: Path) -> None:
     path = tmp_path / "loop.jsonl"
     tiny = ["--shape", "1x8x8", "--width", "2", "--blocks", "2", "--hosts", "4", "--batch", "4", "--steps", "2", "--horizon", "6"]
-        "--shape",
-        "1x8x8",
-        "--width",
-        "2",
-        "--blocks",
-        "2",
-        "--hosts",
-        "4",
-        "--batch",
-        "4",
-        "--steps",
-        "2",
-        "--horizon",
-        "6",
-        "--samples",
-        "16",
-    ]
-    fleet_loop.main([*tiny, "--validation", "8", "--rounds", "1", "--threads", "1", "--output", str(path)])
+    fleet_loop.main([*tiny, "--samples", "16", "--validation", "8", "--rounds", "1", "--threads", "1", "--output", str(path)])
     first, found = [json.loads(line) for line in path.read_text().splitlines()]
     assert first["torch"] == torch.__version__
     assert found["twins"] == 1

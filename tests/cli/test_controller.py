@@ -111,15 +111,16 @@ def living_seeds(folder: Path) -> int:
         (["train", "--resume"], "--resume needs the folder of the run"),
         (["train", "--resume", "--run", "nowhere"], "there is no run in nowhere"),
         (["train", "--resume", "--run", "nowhere", "--config", "a.toml"], "leave --config out"),
-        (["compare", "--controllers", "never,randm"], "no controller is named 'randm'; did you mean 'random'?"),
-        (["compare", "--controllers", "never,nowhere/controller.safetensors"], "there is no file nowhere/controller.safetensors"),
-        (["compare", "--controllers", "never,never"], "--controllers: expected names, at least one and each once"),
-        (["compare", "--task", "digts"], "no task named 'digts'"),
-        (["compare", "--task", "digits", "--task", "cifar10"], "pass it with --data-dir"),
-        (["compare", "--host", "four"], "--hosts: expected a list in which each is a string that matches"),
-        (["compare", "--seeds", "1"], "ask for 2 --seeds at least"),
-        (["compare", "--horizon", "2"], "--horizon: expected at least 3 decisions: a seed needs as many"),
-        (["compare", "--seeds", "0"], "--seeds: expected an int > 0, got 0"),
+        (["compare", "--controllers", "nowhere/controller.safetensors"], "there is no file nowhere/controller.safetensors"),
+        (["compare", "--controllers", "a", "a"], "--controllers: expected each once"),
+        (["compare", "--sources", "digts"], "no task named 'digts'; did you mean 'digits'?"),
+        (["compare", "--sources", "digits", "cifar10"], "pass it with --data-dir"),
+        (["compare", "--families", "conv"], "--domain.families: expected one that can read text"),
+        (["compare", "--families", "conf"], "--domain.families"),
+        (["compare", "--hosts", "1"], "--hosts: expected an int >= 2"),
+        (["compare", "--cells", "0"], "--cells: expected an int > 0, got 0"),
+        (["compare", "--prices", "0.1", "-1"], "--prices: expected a list in which each is a float > 0"),
+        (["compare", "--horizon", "2", "8"], "--domain.horizon: expected at least 4 decisions: seeds grow after the first one"),
     ],
 )
 def test_a_mistake_is_explained_and_leaves_nothing_behind(
@@ -324,19 +325,21 @@ def test_the_live_view_ends_with_the_last_state(finished: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_controllers_are_compared_and_all_runs_are_json(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_controllers_are_compared_and_all_records_are_json(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(finished / "controller.safetensors")
-    settings = [*SMALL, "--seeds", "3", "--horizon", "3", "--levels", "low", "high", "--host", "2-4-8", "--no-controls"]
-    assert main(["controller", "compare", "--controllers", f"never,random,{path}", "--task", "digits", *settings, "--json"]) == 0
+    cells = ["--sources", "digits", "--families", "mlp", "--width", "2", "3", "--blocks", "1", "1", "--horizon", "6", "6"]
+    lengths = ["--samples-of-a-life", "600", "600", "--batch-size", "16", "16", "--threads", "1", "--device", "cpu"]
+    numbers = ["--cells", "2", "--hosts", "2", "--training-cells", "1", "--prices", "0.01", "0.3"]
+    assert main(["controller", "compare", "--controllers", path, *cells, *lengths, *numbers, "--json"]) == 0
     shown = capsys.readouterr().out
-    assert "rent low" in shown
-    assert "rent high" in shown
-    assert f"digits 2-4-8: {path}" in shown, "what is at work"
+    for part in ("training cell 0, digits mlp-", "cell 1, digits mlp-", "all cells (2), price 0.3", "rule at price 0.01: "):
+        assert part in shown
     result = last_line(shown)
-    assert result["compared"] == path
-    found = {(run["controller"], run["level"]) for run in result["runs"]}
-    assert found == {("never", None), *((name, level) for name in ("random", path) for level in ("low", "high"))}
-    assert {run["seed"] for run in result["runs"]} == {0, 1, 2}
+    assert (result["compared"], result["prices"], list(result["blind"])) == (path, [0.01, 0.3], ["0.01", "0.3"])
+    hosts = {(one["contestant"], one["price"], one["cell"], one["host_seed"]) for one in result["records"] if one["what"] == "host"}
+    for name in (path, "heuristic", "rule", "random", "longer", "grid 1"):
+        assert hosts >= {(name, price, cell, seed) for price in (0.01, 0.3) for cell in range(2) for seed in range(2)}
+    assert {row["contestant"] for row in result["rows"]} >= {path, "never", "early", "blind", "tuned", "grid"}
 
 
 def test_progress_of_a_comparison_is_one_changing_line_on_a_terminal_and_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,6 +444,6 @@ def test_a_controller_file_that_cannot_be_used_is_explained(
     damage: Callable[[Path], None], message: str, command: str, eager: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage(eager)
-    assert main([*command.split(), "mine/controller.safetensors", "--task", "digits"]) == 2
+    assert main([*command.split(), "mine/controller.safetensors", *(["--task", "digits"] if command.startswith("grow") else [])]) == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

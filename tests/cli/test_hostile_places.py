@@ -163,7 +163,7 @@ TAKE_A_RUN = {
     "grow --controller": ["grow", "--task", "digits", "--epochs", "1", "--controller", f"./{LONG_NAME}", "--run"],
     "grow --config": ["grow", "--task", "digits", "--config"],
     "controller train": ["controller", "train", *CONTROLLER, "--rounds", "1", "--run"],
-    "controller compare": ["controller", "compare", "--task", "digits", "--seeds", "2", "--config"],
+    "controller compare": ["controller", "compare", "--cells", "1", "--config"],
     "arena train": ["arena", "train", *arena_runs.OPTIONS, "--total-steps", "40", "--run"],
     "arena eval": ["arena", "eval"],
     "arena eval --replay": ["arena", "match", "weak", "weak", "--battles", "2", "--replay"],

@@ -1,4 +1,4 @@
-"""`esper controller compare` compares controllers on the same hosts, seed by seed, with a table for each level of rent."""
+"""`esper controller compare` compares controllers in many cells and on the same hosts, with a table for each price of rent."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from esper.cli.command import CommandError, CommandResult
-from esper.cli.parse import gather_option, parse, take_option
-from esper.config import ConfigError, load
-from esper.controller.config import BUILTIN_CONTROLLERS, CompareConfig, ControllerConfig, DomainConfig
-from esper.experiment.config import is_file_name
-from esper.text_table import did_you_mean
+from esper.cli.parse import parse, take_option
+from esper.config import load
+from esper.controller.config import CompareConfig
 
 if TYPE_CHECKING:
     from esper.tasks import Task
@@ -29,22 +27,6 @@ class CompareArguments(CompareConfig):
         return CompareConfig(**{name: getattr(self, name) for name in CompareConfig.__struct_fields__})
 
 
-def compare_words(argv: list[str]) -> list[str]:
-    """Replace short options: `--task` and `--host`, once for each, and `--controllers` as one word with commas.
-
-    >>> compare_words(["--controllers", "never,a.safetensors", "--task", "digits", "--host=4-8-16", "--host", "5-10-20"])
-    ['--controllers', 'never', 'a.safetensors', '--tasks', 'digits', '--hosts', '4-8-16', '5-10-20']
-    """
-    words: list[str] = []
-    for word in argv:
-        name, sign, values = word.partition("=")
-        if name == "--controllers" and sign:
-            words += [name, *values.split(",")]
-        else:
-            words += word.split(",") if words[-1:] == ["--controllers"] else [word]
-    return gather_option(gather_option(words, "--task", "--tasks"), "--host", "--hosts")
-
-
 def compare_defaults(argv: list[str]) -> CompareArguments:
     """Return the values that the options start from: a TOML file, or the defaults."""
     path = take_option(list(argv), "--config")
@@ -52,19 +34,17 @@ def compare_defaults(argv: list[str]) -> CompareArguments:
     return CompareArguments(**{name: getattr(base, name) for name in CompareConfig.__struct_fields__})
 
 
-DESCRIPTION = """Compares controllers on the same networks with the same data orders, seed by seed, and counts every FLOP.
+DESCRIPTION = """Compares controllers in cells (kinds of data, host and training) that are drawn at random, at several prices of rent.
 
-  esper controller compare --controllers never,random,schedule,heuristic,runs/first/controller.safetensors --task digits --seeds 20
+  esper controller compare --controllers runs/first/controller.safetensors --cells 12 --hosts 3 --sources digits-1d --families conv mlp
 
-The first file is compared with all others, with paired 95 % intervals and p values after Holm. The hosts' seeds were never trained
-on. Utility is the nats of test loss gained over the host that never grows, less the rent; there is a table for each level of rent. Small
-hosts trained longer and the final size from the start, both at the same FLOPs, take part too; --sweep 2-4-8 4-8-16 ... adds static sizes.
---task and --host may be given several times. With --json, the last line holds all runs."""
+All controllers decide for the same hosts. The result of a host is its gain in test loss over the host that never grows, in units of the
+loss scale, minus the price times its size. The first file is compared with plans, rules, random moves and the heuristic, and with controls
+at the same FLOPs; without a file, the heuristic is. Intervals are over cells. With --json, the last line holds the records of all hosts."""
 
 
 def run(argv: list[str], prog: str) -> CommandResult:
-    words = compare_words(argv)
-    config = parse(CompareArguments, words, prog, default=compare_defaults(words), description=DESCRIPTION).settings()
+    config = parse(CompareArguments, argv, prog, default=compare_defaults(argv), description=DESCRIPTION).settings()
     with _user_errors():
         load_task = _checked(config)
         from esper.controller.compare import compare
@@ -77,26 +57,16 @@ def run(argv: list[str], prog: str) -> CommandResult:
 
 def _checked(config: CompareConfig) -> Callable[[str], Task]:
     """Check files, tasks and hosts before anything is trained; return the function that loads the tasks."""
-    if config.seeds * len(config.tasks) * len(config.hosts) < 2:
-        raise CommandError("one pair has no interval; ask for 2 --seeds at least, better for 20")
-    try:  # the horizon must fit the rule for training a controller
-        ControllerConfig(growth=config.growth, domain=DomainConfig(horizon=(config.horizon, config.horizon)))
-    except ConfigError as error:
-        raise CommandError(f"--horizon: expected {error.expected}, got {config.horizon}") from error
+    from esper.controller.compare import cells_of, training_cells_of
     from esper.controller.learned import load_controller
     from esper.controller.training import load_task_from
 
-    for name in config.files:
-        if not is_file_name(name):
-            hint = did_you_mean(
-                name, BUILTIN_CONTROLLERS, otherwise=f"there are {', '.join(BUILTIN_CONTROLLERS)}, and paths of controller files"
-            )
-            raise CommandError(f"no controller is named {name!r}; {hint}")
+    for name in config.controllers:
         load_controller(name)
     load_task = functools.cache(functools.partial(load_task_from, config.data_dir))
-    for task in map(load_task, config.tasks):
-        for host in (*config.hosts, *config.sweep):
-            task.make_host(host, seed=0)
+    hosts = {(cell.source, cell.host): cell for cell in (*cells_of(config), *training_cells_of(config))}
+    for cell in hosts.values():
+        cell.task(load_task).make_host(cell.host, seed=0)
     return load_task
 
 
@@ -116,7 +86,7 @@ def _user_errors() -> Iterator[None]:
 
 
 class CompareProgress:
-    """Shows what is being trained and how fast: a line that changes on a terminal, elsewhere a line per setting."""
+    """Shows what is being trained and how fast: a line that changes on a terminal, elsewhere a line per part."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console

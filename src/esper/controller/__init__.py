@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from esper.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from esper.controller.compare import Comparison as Comparison, compare as compare
+    from esper.controller.compare import compare as compare
+    from esper.controller.compare_results import Comparison as Comparison
     from esper.controller.config import (
         CompareConfig as CompareConfig,
         ControllerConfig as ControllerConfig,

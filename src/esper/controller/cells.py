@@ -58,8 +58,12 @@ class Cell(Config):
         return self.source, self.classes, self.label_noise, self.teacher, self.data_seed if is_drawn else 0
 
     @property
+    def samples_per_decision(self) -> int:
+        return self.batch_size * self.steps_per_decision
+
+    @property
     def samples_of_a_life(self) -> int:
-        return self.batch_size * self.steps_per_decision * self.horizon
+        return self.samples_per_decision * self.horizon
 
     def task(self, load: Callable[[str], Task]) -> Task:
         """Return the data of the cell; `load` returns a task by its name."""

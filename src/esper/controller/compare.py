@@ -1,381 +1,499 @@
-"""Comparison of controllers on the same hosts, seed by seed, with baselines and with alternatives to growing.
+"""Comparison of controllers in many cells, on the same hosts and at several prices of rent.
 
-    never              the host without growth; the reference for all gains
-    random             a random plan, one seed per slot at most, with as many seeds in total as the compared controller has grown
-    schedule           the best fixed plan for each rent level, chosen on training seeds; the plans include "grow nothing"
-    heuristic          the heuristic controller of growth
-    longer             the host without growth, trained for as many FLOPs as the compared controller used
-    final size         the final network of the compared controller, present from the start with the same zero initialisation, at the same
-                       FLOPs
-    sweep              the best of several static sizes and the host itself, by validation loss and rent, charged the FLOPs of all of them
+    never        nothing grows
+    early        one random move after the first training segment
+    random       random moves in the first 60 % of the training, in each cell and at each price as many as the compared contestant made
+    blind        the constant plan that is best on training cells at that price
+    tuned        the constant plan that is best on the other hosts of the same cell: about what a controller could gain by its observations
+    rule         one move if one of its features is above or below a threshold after the first segment; chosen on training cells, by price
+    heuristic    the heuristic controller of growth
+    ...          any given controllers, such as those of files
 
-Utility is the gain in test loss over never, in nats, minus the rent. The test data are used for no decision and no choice. On a CPU, a
-controller that grows nothing gives exactly the result of never; on a GPU, fleets of different sizes round differently.
+Controls have the FLOPs that the compared contestant used for a host, including its measurements and probes, for training alone:
+
+    longer       the host without growth; it makes more decisions, with as many training steps between them
+    final        the final network of the compared contestant, present from the start
+    grid         static hosts of 1, 2, 4 and 8 times the width, each with a quarter of the FLOPs; the best by validation loss and price
+
+Hosts of one seed have the same first weights and data order under every contestant, and every host keeps its best validation state. The
+validation that this needs is not counted for never and the controls. The test data are used for no decision and no choice.
+`esper.controller.compare_results` describes the records and computes the statistics.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from esper.controller.config import RENT_LEVELS, CompareConfig
-from esper.controller.domain import training_seeds
+from esper.controller.cells import Cell, draw_cell
+from esper.controller.compare_results import ORDER, PLANS, Comparison, Record, blind_plans
+from esper.controller.config import BRANCHES, HELD_OUT_SEEDS, MOVES, UNTIL, CompareConfig, ControllerConfig, rent_at
 from esper.controller.evaluation import EvalCase, EvalRun, EvalSetting, run_cases
-from esper.controller.layout import growth_in_depth
+from esper.controller.layout import FEATURES, size_of
 from esper.controller.learned import load_controller
+from esper.controller.plans import CONSTANT_PLANS, ConstantPlan, RandomMoves, move_named
+from esper.controller.value import Recorder, describe
 from esper.devices import find_device, threads
-from esper.fleet.config import HostConfig
 from esper.fleet.data import TaskTensors
-from esper.growth.config import RentConfig
-from esper.growth.controllers.baselines import Never, Planned, Random
+from esper.growth.config import GrowthConfig
+from esper.growth.controllers.baselines import Never, Planned, see_through
 from esper.growth.controllers.heuristic import Heuristic
-from esper.growth.host.slotted import add_slots
-from esper.growth.lifecycle.slots import options_for
-from esper.growth.lifecycle.stages import Controller, Cost
-from esper.growth.measure.contribution import rent_of
+from esper.growth.host.discover import discover
+from esper.growth.lifecycle.stages import Action, Controller, Cost, Decision, GrowthState
 from esper.rng import Streams
-from esper.statistics import Interval, bootstrap_interval, holm, paired_interval, paired_p_value
 from esper.tasks import Task
-from esper.text_table import aligned
 
 OnProgress = Callable[[str, int], Any]  # (present part of the comparison, number of decisions just made)
-Plan = tuple[tuple[int, str, str], ...]  # (epoch, slot, blueprint) of every seed
+Load = Callable[[str], Task]  # returns a task by its name
+Matrix = NDArray[np.float64]
 
-SCHEDULE_TIMES = (0.0, 0.2)  # shares of the training after which fixed schedules grow
-SWEEP = "sweep"  # name of the best static size in the tables
-HEADING = ("controller", "test loss", "gain", "rent", "utility [95 %]", "parameters", "FLOPs", "compared − this [95 %]", "Holm p")
-
-
-def compare(config: CompareConfig, load: Callable[[str], Task], *, on_progress: OnProgress = lambda what, decisions: None) -> Comparison:
-    """Run all controllers on all tasks and hosts of the config. `load` returns a task by name."""
-    runs: list[EvalRun] = []
-    schedules: dict[str, str] = {}
-    notes = _notes_on_training_hosts(config)
-    device = find_device(config.device)
-    dtype = torch.float64 if config.fleet.precision == "float64" else torch.float32
-    with threads(config.threads):
-        for name in config.tasks:
-            task = load(name)
-            tensors = TaskTensors.of(task, device=device, dtype=dtype)
-            for host in config.hosts:
-                eval_setting = EvalSetting(task, host, tensors, config.fleet, growth_in_depth(config.growth), device, config.rows)
-                setting_runs = _SettingRuns(config, eval_setting, on_progress)
-                runs += setting_runs.run() + (setting_runs.sweep() if host == config.hosts[0] else [])
-                schedules |= {f"{name} {host} {level}": plan for level, plan in setting_runs.chosen.items()}
-                notes += setting_runs.notes
-    return Comparison(config, runs, schedules, notes=notes)
+GROWTH, FLEET = ControllerConfig().growth, ControllerConfig().fleet  # as controllers are trained
+WIDTHS = (1, 2, 4, 8)  # of the static hosts, times that of the cell's host
 
 
-def _notes_on_training_hosts(config: CompareConfig) -> list[str]:
-    """Return a note for every host that a compared controller was trained on."""
-    trained = {name: load_controller(Path(name)).description.info.get("domain", {}).get("hosts", ()) for name in config.files}
-    return [
-        f"{name} was trained on hosts {host}, so their results are not held-out results for it"
-        for name, hosts in trained.items()
-        for host in config.hosts
-        if host in hosts
-    ]
+def _ignore(what: str, decisions: int) -> None:
+    pass
 
 
-class _SettingRuns:
-    """Runs all controllers on one task and one architecture."""
-
-    def __init__(self, config: CompareConfig, eval_setting: EvalSetting, on_progress: OnProgress) -> None:
-        self.config, self.eval_setting, self._on_progress = config, eval_setting, on_progress
-        self.files, self.compared, self.seeds = config.files, config.compared, range(config.seeds)
-        self.chosen: dict[str, str] = {}  # rent level -> description of the chosen fixed schedule
-        self.notes: list[str] = []
-
-    def run(self) -> list[EvalRun]:
-        """Return the runs of all controllers and controls."""
-        runs = self._run_cases("never", [EvalCase("never", self._setting(seed), Never(), is_measured=False) for seed in self.seeds])
-        for name in (*self.files, *(["heuristic"] if "heuristic" in self.config.controllers else [])):
-            make = self._maker(name)
-            settings = [(level, self._setting(seed, level)) for level in self.config.levels for seed in self.seeds]
-            runs += self._run_cases(name, [EvalCase(name, setting, make(setting), level) for level, setting in settings])
-        if "schedule" in self.config.controllers:
-            runs += self._run_schedule()
-        if "random" in self.config.controllers:
-            runs += self._run_cases("random", self._random_cases(runs))
-        if self.config.controls and self.compared != "never":
-            runs += self._run_cases("controls", self._control_cases(runs))
-        return runs
-
-    def _run_cases(self, what: str, cases: Sequence[EvalCase]) -> list[EvalRun]:
-        """Run cases; `what` names this part of the comparison to `on_progress`."""
-        where = f"{self.eval_setting.task.name} {self.eval_setting.host}: {what}"
-        return run_cases(self.eval_setting, cases, partial(self._on_progress, where))
-
-    # Cases
-
-    def _setting(self, seed: int, level: str | None = None, *, horizon: int | None = None) -> HostConfig:
-        """Return the setting of the host of a seed, with the rent of a level; None: the default rent."""
-        rent = RentConfig() if level is None else RENT_LEVELS[level]
-        return HostConfig(
-            seed=seed, growth_seed=seed, horizon=horizon or self.config.horizon, learning_rate=self.config.learning_rate, rent=rent
-        )
-
-    def _maker(self, name: str) -> Callable[[HostConfig], Controller]:
-        """Return a function that makes a new controller for a host: the heuristic, or one from a file."""
-        growth = self.config.growth
-        if name == "heuristic":
-            return lambda setting: Heuristic(msgspec.structs.replace(growth, rent=setting.rent, seed=setting.growth_seed))
-        fresh = load_controller(Path(name))
-        return lambda setting: fresh.new_copy()
-
-    def _random_cases(self, runs: Sequence[EvalRun]) -> list[EvalCase]:
-        """Return the cases with random plans: at each level, as many seeds in total as the compared controller has grown there.
-
-        The seeds are distributed evenly over the hosts. If the compared controller did not run at a level, each plan draws its number.
-        """
-        cases = []
-        where = f"{self.eval_setting.task.name} {self.eval_setting.host}"
-        for level in self.config.levels:
-            used = [run.grown for run in runs if run.controller == self.compared and run.level in (level, None)]
-            streams = Streams(self.config.seed).spawn(f"random plans {where} {level}")
-            counts = _distribute(sum(used), self.config.seeds, streams) if used else [None] * self.config.seeds
-            for seed, count in zip(self.seeds, counts, strict=True):
-                plan = Random(seed=streams.integer(f"plan {seed}"), seeds=count)
-                cases.append(EvalCase("random", self._setting(seed, level), plan, level))
-        return cases
-
-    def _control_cases(self, runs: Sequence[EvalRun]) -> list[EvalCase]:
-        """Return the controls `longer` and `final size` for every run of the compared controller.
-
-        Both spend the FLOPs of that run, including its measurements, on training alone, because they need no measurements.
-        """
-        cases, fleet = [], self.config.fleet
-        samples_per_segment = fleet.steps_for(len(self.eval_setting.task.train)) * fleet.batch_size
-        for run in [run for run in runs if run.controller == self.compared]:
-            # Convert the FLOPs into a number of training segments; a larger network gets fewer of them.
-            decisions = run.total_flops / (3 * run.flops_per_sample * samples_per_segment)
-            setting = self._setting(run.seed, run.level, horizon=math.ceil(decisions))
-            cases.append(EvalCase("longer", setting, Never(), run.level, is_measured=False))
-            share = 1 + run.added_flops / run.flops_per_sample
-            setting = self._setting(run.seed, run.level, horizon=math.ceil(decisions / share))
-            plan = Planned([(0, slot, blueprint) for slot, blueprint in run.kept])
-            cases.append(EvalCase("final size", setting, plan, run.level, is_static=True, is_measured=False))
-        return cases
-
-    # The best fixed schedule
-
-    def _run_schedule(self) -> list[EvalRun]:
-        """Choose the best fixed plan for each rent level on training seeds, and run it on the held-out seeds."""
-        plans = self._plans()
-        seeds = training_seeds(self.config.tuning_seeds, seed=self.config.seed)
-        tuning = [EvalCase(str(number), self._setting(seed), Planned(plan)) for number, plan in enumerate(plans) for seed in seeds]
-        found = self._run_cases("tuning the schedule", tuning)
-        never = {run.seed: run.val_loss for run in found[: len(seeds)]}  # the first plan grows nothing
-        # Note the cost of the choice.
-        times = sum(run.total_flops for run in found) / fmean(run.total_flops for run in found[: len(seeds)])
-        where = f"{self.eval_setting.task.name} {self.eval_setting.host}"
-        self.notes.append(f"{where}: the schedules were chosen by {len(found)} runs that took {times:.0f} times the FLOPs of never")
-        # For each level, take the plan with the highest mean utility by validation loss.
-        cases = []
-        for level in self.config.levels:
-            worth = [
-                fmean(
-                    never[run.seed] - run.val_loss - run.unit * rent_at(run, RENT_LEVELS[level])
-                    for run in found
-                    if run.controller == str(number)
-                )
-                for number in range(len(plans))
-            ]
-            best = plans[max(range(len(plans)), key=worth.__getitem__)]
-            self.chosen[level] = ", ".join(f"{blueprint} after {slot} at {epoch}" for epoch, slot, blueprint in best) or "grow nothing"
-            cases += [EvalCase("schedule", self._setting(seed, level), Planned(best), level) for seed in self.seeds]
-        return self._run_cases("schedule", cases)
-
-    def _plans(self) -> list[Plan]:
-        """Return the fixed plans: grow nothing; every blueprint in each slot alone and in all slots, at each of SCHEDULE_TIMES."""
-        task = self.eval_setting.task
-        slotted = add_slots(task.make_host(self.eval_setting.host, seed=0), task.example_input, slots=self.config.growth.slots)
-        options = {name: {option.name for option in options_for(slotted.place(name), self.config.growth)} for name in slotted.slots}
-        names = sorted(set().union(*options.values()))
-        where = [*((slot,) for slot in options), tuple(options)]
-        plans: list[Plan] = [()]
-        for part, blueprint, slots in itertools.product(SCHEDULE_TIMES, names, where):
-            if all(blueprint in options[slot] for slot in slots):
-                plans.append(tuple((round(part * self.config.horizon), slot, blueprint) for slot in slots))
-        return plans
-
-    # Static sizes
-
-    def sweep(self) -> list[EvalRun]:
-        """Return the runs of all static sizes. They do not depend on the host that grows."""
-        found: list[EvalRun] = []
-        for host in self.config.sweep:
-            eval_setting = dataclasses.replace(self.eval_setting, host=host)
-            cases = [EvalCase(f"static {host}", self._setting(seed), Never(), is_measured=False) for seed in self.seeds]
-            found += run_cases(eval_setting, cases, partial(self._on_progress, f"{self.eval_setting.task.name}: sweep"))
-        return found
+# The rule of one feature
 
 
-def _distribute(total: int, hosts: int, streams: Streams) -> list[int]:
-    """Return the share of each host of `total`, as even as possible. The hosts that get one more are drawn."""
-    each, rest = divmod(total, hosts)
-    with_one_more = set(streams.numpy("who gets more").permutation(hosts)[:rest].tolist())
-    return [each + (place in with_one_more) for place in range(hosts)]
+class Rule(msgspec.Struct, frozen=True):
+    """One move if one feature (see FEATURES) is above or below a threshold after the first training segment."""
 
+    move: str | None = None  # None: grow nothing
+    feature: str = ""
+    is_above: bool = True
+    threshold: float = 0.0  # of the scaled feature
 
-def rent_at(run: EvalRun, rent: RentConfig) -> float:
-    """Return the rent of the network of a run, in nats for ten classes."""
-    return rent_of(Cost(run.added_parameters, run.added_flops), Cost(run.parameters, run.flops_per_sample), rent)
-
-
-# Results: all runs, and a table per rent level with paired intervals
+    def applies(self, features: Sequence[float]) -> bool:
+        """Return whether the move is made; `features` are those of the move."""
+        return (features[FEATURES.index(self.feature)] > self.threshold) == self.is_above
 
 
 @dataclass(frozen=True)
-class RunScore:
-    """Gain and rent of one run at one rent level, in nats."""
+class RuleController:
+    """Decides by a rule."""
 
-    run: EvalRun
-    gain: float  # test loss of never with the same seed, minus that of the run
-    rent: float
+    rule: Rule
+    name: str = "rule"
 
-    @property
-    def utility(self) -> float:
-        return self.gain - self.rent
-
-
-@dataclass(frozen=True)
-class ControllerStanding:
-    """Result of a controller at one rent level: its mean utility, and the paired difference to the compared controller."""
-
-    controller: str
-    level: str
-    utility: Interval
-    ahead: Interval | None  # utility of the compared controller minus that of this one; None for the compared controller itself
-    p_value: float | None  # corrected by Holm's method over all controllers of the level
+    def decide(self, state: GrowthState) -> Decision:
+        grown: list[Action] = []
+        if self.rule.move is not None and state.epoch == 1:
+            move = move_named(self.rule.move, state)
+            if self.rule.applies(describe(state, [move])[0].tolist()):
+                grown = move.germinate(f"{self.rule.feature} is {'above' if self.rule.is_above else 'below'} {self.rule.threshold:.3g}")
+        must_probe = self.rule.move is not None and state.epoch == 0
+        return Decision((*grown, *see_through(state, {action.slot for action in grown})), self.name, probe=must_probe)
 
 
-class Comparison:
-    """Runs of all controllers, with their scores and statistics.
+def choose_rule(features: Mapping[str, Matrix], worths: Mapping[str, Matrix]) -> Rule:
+    """Return the rule with the highest mean result on the hosts that it is chosen on. To grow nothing is worth 0.
 
-    `schedules` holds the fixed plans that were chosen, `notes` remarks for the reader.
+    For each move, `features` [hosts, F] describe it after the first training segment, and `worths` [hosts] are the results of the constant
+    plan that makes it then.
     """
+    best, best_mean = Rule(), 0.0
+    for move, rows in features.items():
+        for column, feature in enumerate(FEATURES):
+            # Hosts in the order of the feature; a threshold may be before the first or between two that differ.
+            order = np.argsort(rows[:, column], kind="stable")
+            values, below = rows[order, column], np.concatenate([[0.0], np.cumsum(worths[move][order])])
+            thresholds = np.concatenate([[values[0] - 1.0], (values[1:] + values[:-1]) / 2])
+            is_between = np.concatenate([[True], values[1:] > values[:-1]])
+            for is_above, totals in ((True, below[-1] - below[:-1]), (False, below[:-1])):
+                place = int(np.argmax(np.where(is_between, totals, -np.inf)))
+                if (mean := float(totals[place]) / len(values)) > best_mean + 1e-12:
+                    best, best_mean = Rule(move, feature, is_above, float(thresholds[place])), mean
+    return best
 
-    def __init__(self, config: CompareConfig, runs: Sequence[EvalRun], schedules: Mapping[str, str], notes: Sequence[str] = ()) -> None:
-        self.config, self.runs, self.schedules, self.notes = config, list(runs), dict(schedules), list(notes)
-        self._never = {(run.task, run.host, run.seed): run for run in runs if run.controller == "never"}
-        self.compared = config.compared
 
-    def scores(self, controller: str, level: str) -> list[RunScore]:
-        """Return the scores of a controller, sorted by task, host and seed, so that those of two controllers are paired."""
-        own = [run for run in self.runs if run.controller == controller and run.level in (level, None)]
-        if controller == SWEEP:
-            own = [self._swept(never, level) for never in self._never.values()]
-        return [self._score(run, level) for run in sorted(own, key=lambda run: (run.task, run.host, run.seed))]
+def choose_rules(training: Sequence[Record], prices: Sequence[float]) -> dict[float, Rule]:
+    """Return the best rule on training cells for every price. A record has "constant" and "first", see `plan_results`."""
+    known = [record for record in training if len(record.get("first", {})) == len(MOVES)]
+    if not known:
+        return {price: Rule() for price in prices}
+    features = {move: np.array([record["first"][move] for record in known]) for move in MOVES}
+    results = {move: np.array([record["constant"][ConstantPlan(move).name] for record in known]) for move in MOVES}  # [hosts, (gain, size)]
+    return {price: choose_rule(features, {move: of[:, 0] - price * of[:, 1] for move, of in results.items()}) for price in prices}
 
-    def _swept(self, never: EvalRun, level: str) -> EvalRun:
-        """Return the run that a sweep over static sizes would choose instead of growing this host.
 
-        The sizes include the host itself. The best one by validation loss plus rent wins, and it is charged the FLOPs of all sizes.
-        """
-        static = [f"static {size}" for size in self.config.sweep]
-        sizes = [never, *(run for run in self.runs if (run.task, run.seed) == (never.task, never.seed) and run.controller in static)]
-        as_host = [msgspec.structs.replace(run, controller=SWEEP, host=never.host) for run in sizes]
-        best = min(as_host, key=lambda run: run.val_loss + self._score(run, level).rent)
-        return msgspec.structs.replace(best, total_flops=sum(run.total_flops for run in sizes))
+# Contestants
 
-    def _score(self, run: EvalRun, level: str) -> RunScore:
-        """Return gain and rent of a run, both relative to the host that never grew."""
-        never = self._never_of(run)
-        host = Cost(never.parameters, never.flops_per_sample)
-        whole = Cost(run.parameters + run.added_parameters, run.flops_per_sample + run.added_flops)
-        # A static size that is smaller than the host has no negative rent.
-        added = Cost(max(whole.parameters - host.parameters, 0), max(whole.flops - host.flops, 0))
-        return RunScore(run, never.test_loss - run.test_loss, run.unit * rent_of(added, host, RENT_LEVELS[level]))
 
-    def _never_of(self, run: EvalRun) -> EvalRun:
-        """Return the run of the same host that never grew."""
-        return self._never[run.task, run.host, run.seed]
+@dataclass(frozen=True)
+class Known:
+    """What a contestant may know besides the host: its cell, and what was chosen for it on other hosts."""
 
-    def controllers(self) -> list[str]:
-        """Return the names of all controllers, with the sweep in place of the single static sizes."""
-        names = dict.fromkeys(run.controller for run in self.runs if not run.controller.startswith("static "))
-        return [*names, *([SWEEP] if self.config.sweep else [])]
+    cell: Cell
+    streams: Streams
+    rules: Mapping[float, Rule] = field(default_factory=dict)  # price -> rule
+    moves: Mapping[tuple[int, float], int] = field(default_factory=dict)  # (seed of the host, price) -> random moves to make
 
-    def standings(self, level: str) -> list[ControllerStanding]:
-        """Return the results of all controllers at one rent level, the compared one first."""
-        ours = [score.utility for score in self.scores(self.compared, level)]
-        others = [name for name in self.controllers() if name != self.compared]
-        rng = Streams(self.config.seed).numpy(f"bootstrap {level}")
-        pairs = {name: [score.utility for score in self.scores(name, level)] for name in others}
-        # Hosts are the pairs: permutation p-values, corrected for the number of controllers, and bootstrap intervals.
-        raw = [paired_p_value(ours, theirs, rng=rng) for theirs in pairs.values()]
-        adjusted = dict(zip(others, holm(raw), strict=True)) if others else {}
-        found = [ControllerStanding(self.compared, level, bootstrap_interval(ours, rng=rng), None, None)]
-        for name, theirs in pairs.items():
-            ahead = paired_interval(ours, theirs, rng=rng)
-            found.append(ControllerStanding(name, level, bootstrap_interval(theirs, rng=rng), ahead, float(adjusted[name])))
-        return found
 
-    def pooled(self, other: str) -> Interval:
-        """Return the mean utility of the compared controller minus another's, over all rent levels, with an interval over the hosts."""
-        rng = Streams(self.config.seed).numpy(f"pooled {other}")
-        return paired_interval(self._over_levels(self.compared), self._over_levels(other), rng=rng)
+Contestant = Callable[[int, float, Known], Controller]  # (seed of the host, price, what is known) -> its controller
 
-    def _over_levels(self, controller: str) -> list[float]:
-        """Return the mean utility of each host over all rent levels."""
-        columns = [[score.utility for score in self.scores(controller, level)] for level in self.config.levels]
-        return [fmean(values) for values in zip(*columns, strict=True)]
 
-    def tables(self) -> str:
-        """Return all tables and notes as text."""
-        parts = [self._table(level) for level in self.config.levels]
-        others = [name for name in self.controllers() if name != self.compared]
-        pooled = [f"{self.compared} − {name}, all levels: {interval_text(self.pooled(name))} nats" for name in others]
-        return "\n\n".join([*parts, "\n".join(pooled), *self.notes]).strip()
+def make_early(seed: int, price: float, known: Known) -> Controller:
+    return RandomMoves(known.streams.integer(f"early {seed}"), (1,), "early")
 
-    def _table(self, level: str) -> str:
-        """Return the table of one rent level, with one line per controller."""
-        rent = RENT_LEVELS[level]
-        rows = [HEADING]
-        for standing in self.standings(level):
-            scores = self.scores(standing.controller, level)
-            flops = fmean(score.run.total_flops / self._never_of(score.run).total_flops for score in scores)
-            rows.append(
-                (
-                    standing.controller,
-                    f"{fmean(score.run.test_loss for score in scores):.4f}",
-                    f"{fmean(score.gain for score in scores):+.4f}",
-                    f"{fmean(score.rent for score in scores):.4f}",
-                    interval_text(standing.utility),
-                    f"{fmean(score.run.parameters + score.run.added_parameters for score in scores):,.0f}",
-                    f"{flops:.2f}×",
-                    "" if standing.ahead is None else interval_text(standing.ahead),
-                    "" if standing.p_value is None else f"{standing.p_value:.3f}",
+
+def make_random(seed: int, price: float, known: Known) -> Controller:
+    rng = known.streams.numpy(f"times {seed} {price}")
+    last = max(int(UNTIL * known.cell.horizon), 1)
+    count = min(known.moves[seed, price], last)
+    times = tuple(int(time) for time in rng.choice(np.arange(1, last + 1), size=count, replace=False))
+    return RandomMoves(known.streams.integer(f"random {seed} {price}"), times)
+
+
+def make_rule(seed: int, price: float, known: Known) -> Controller:
+    return RuleController(known.rules[price])
+
+
+def make_heuristic(seed: int, price: float, known: Known) -> Controller:
+    return Heuristic(GROWTH)
+
+
+def spread(total: int, hosts: Sequence[int], rng: np.random.Generator) -> dict[int, int]:
+    """Return host -> its part of the total, as even as possible. The hosts that get one more are drawn."""
+    each, rest = divmod(total, len(hosts))
+    with_one_more = set(rng.permutation(len(hosts))[:rest].tolist())
+    return {host: each + (place in with_one_more) for place, host in enumerate(hosts)}
+
+
+def plan_of(trace: Sequence[str]) -> list[tuple[int, str]]:
+    """Return (decision, name of the move) of all moves, from one text per seed: "epoch slot blueprint outcome".
+
+    A move is named by its blueprints, all branches by "deep".
+
+    >>> plan_of(["1 blocks.0 widen_300 kept", "1 blocks.1 mlp pruned", "4 blocks.1 norm kept"])
+    [(1, 'widen_300 and deep'), (4, 'norm')]
+    """
+    names: dict[int, set[str]] = {}
+    for text in trace:
+        epoch, _, blueprint, _ = text.split(" ", 3)
+        names.setdefault(int(epoch), set()).add("deep" if blueprint in BRANCHES else blueprint)
+    return [(epoch, " and ".join(sorted(names[epoch], key=lambda name: (name == "deep", name)))) for epoch in sorted(names)]
+
+
+# Training the hosts of a cell
+
+
+@dataclass(frozen=True)
+class CompareSetting:
+    """Prices, hosts and resources of a comparison."""
+
+    prices: Sequence[float]
+    host_seeds: Sequence[int]
+    compared: str = "heuristic"  # the contestant that random and the controls follow
+    rules: Mapping[float, Rule] = field(default_factory=dict)  # price -> rule; without them, there is no contestant of this name
+    controls: bool = True
+    rows: int = 256  # hosts trained at once
+    device: str | torch.device = "cpu"
+    seed: int = 0  # of random moves
+
+
+def eval_setting(cell: Cell, task: Task, *, device: torch.device, rows: int) -> EvalSetting:
+    """Return the setting in which the hosts of a cell are trained; `task` is the cell's."""
+    tensors = TaskTensors.of(task, device=device, dtype=torch.float32)
+    return EvalSetting(task, cell.host, tensors, cell.fleet(FLEET), GROWTH, device, rows)
+
+
+def make_case(
+    cell: Cell, task: Task, name: str, seed: int, price: float | None, controller: Controller, *, is_measured: bool = True
+) -> EvalCase:
+    """Return a host of a cell to train. Without a price, the rent is 0."""
+    setting = cell.host_config(seed, len(task.train), rent=rent_at(price or 0.0))
+    return EvalCase(name, setting, controller, None if price is None else str(price), is_measured=is_measured)
+
+
+def gains(runs: Sequence[EvalRun], part: str) -> list[float]:
+    """Return the gain of every host over the one of its seed that never grows, in units, by its loss on a part of the data."""
+    losses = [getattr(run, f"{part}_loss") for run in runs]
+    never = {run.seed: loss for run, loss in zip(runs, losses, strict=True) if run.controller == "never"}
+    return [(never[run.seed] - loss) / run.unit for run, loss in zip(runs, losses, strict=True)]
+
+
+def size(run: EvalRun, never: EvalRun | None = None) -> float:
+    """Return the size of what a network has more than its host, or than that of `never`; a smaller one has a size of 0."""
+    host = never or run
+    parameters = run.parameters + run.added_parameters - host.parameters
+    flops = run.flops_per_sample + run.added_flops - host.flops_per_sample
+    return size_of(Cost(max(parameters, 0), max(flops, 0)), Cost(host.parameters, host.flops_per_sample))
+
+
+def compare_cell(
+    setting: CompareSetting,
+    cell: Cell,
+    load: Load,
+    controllers: Mapping[str, Callable[[float], Controller]],
+    *,
+    number: int,
+    group: str = "",
+    on_progress: OnProgress = _ignore,
+) -> list[Record]:
+    """Train the hosts of all contestants and controls in one cell, and return a record of each, and a last one of the cell.
+
+    `controllers` holds the given contestants: name -> function that makes a new controller for a host, given the price. The records depend
+    on nothing outside this cell, so the cells of a comparison can be split over processes.
+    """
+    task = cell.task(load)
+    evaluation = eval_setting(cell, task, device=torch.device(setting.device), rows=setting.rows)
+    known = Known(cell, Streams(setting.seed).spawn(f"cell {number}"), setting.rules)
+    contestants: dict[str, Contestant] = {name: _given(make) for name, make in controllers.items()}
+    contestants |= {"heuristic": make_heuristic, **({"rule": make_rule} if setting.rules else {})}
+    _check_names(setting, controllers, contestants)
+    where = f"cell {number}, {cell.source} {cell.host}"
+    case = partial(make_case, cell, task)
+
+    cases: list[EvalCase] = []
+    for seed in setting.host_seeds:
+        cases += [case(plan.name, seed, None, plan, is_measured=plan.move is not None) for plan in CONSTANT_PLANS]
+        cases.append(case("early", seed, None, make_early(seed, 0.0, known)))
+        cases += [case(name, seed, price, make(seed, price, known)) for price in setting.prices for name, make in contestants.items()]
+    runs = run_cases(evaluation, cases, partial(on_progress, f"{where}: contestants"))
+
+    ours = [run for run in runs if run.controller == setting.compared]
+    known = replace(known, moves=_moves_to_match(ours, setting, known.streams))
+    cases = [case("random", seed, price, make_random(seed, price, known)) for seed, price in known.moves]
+    if setting.controls:
+        cases += [_longer(run, case, cell) for run in ours]
+        cases += [_final(run, case, cell) for run in ours if not any("#" in slot for slot, _ in run.kept)]
+    found = run_cases(evaluation, cases, partial(on_progress, f"{where}: controls"))
+    left_out: list[EvalRun] = []
+    if setting.controls:
+        # Leave out final networks that cannot grow at the start: those with slots that opened again, and those that came out otherwise.
+        wanted = {(run.seed, run.level): run for run in ours}
+        found = [run for run in found if run.controller != "final" or _is_same_network(run, wanted[run.seed, run.level])]
+        trained = {(run.seed, run.level) for run in found if run.controller == "final"}
+        left_out = [run for key, run in wanted.items() if key not in trained]
+        found += _grid(ours, case, cell, evaluation, partial(on_progress, f"{where}: widths"))
+
+    never = {run.seed: run for run in runs if run.controller == "never"}
+    samples = len(task.train) if cell.samples is None else min(cell.samples, len(task.train))
+    about = {"cell": number, "group": group, **msgspec.to_builtins(cell), "training_samples": samples}
+    records = [{"what": "host", **about, **_result(run, never[run.seed])} for run in (*runs, *found)]
+    records += [{"what": "left out", **about, **_name(run), "contestant": "final"} for run in left_out]
+    return [*records, {"what": "cell", **about, "records": len(records)}]
+
+
+def _check_names(setting: CompareSetting, given: Iterable[str], contestants: Iterable[str]) -> None:
+    """Raise ValueError if a given controller has the name of another contestant, or the compared one does not exist."""
+    taken = [name for name in given if name in (*ORDER, *PLANS) or name.startswith("grid ")]
+    if taken:
+        raise ValueError(f"{taken[0]!r} is the name of a contestant that takes part anyway; give the controller another name")
+    if setting.compared not in contestants:
+        raise ValueError(f"no contestant is named {setting.compared!r}; one of these can be compared: {', '.join(contestants)}")
+
+
+def _given(make: Callable[[float], Controller]) -> Contestant:
+    """Return the contestant of a given controller."""
+    return lambda seed, price, known: make(price)
+
+
+def _name(run: EvalRun) -> Record:
+    return {"contestant": run.controller, "price": None if run.level is None else float(run.level), "host_seed": run.seed}
+
+
+def _result(run: EvalRun, never: EvalRun) -> Record:
+    """Return the part of a record about one host, relative to the host of its seed that never grows.
+
+    A host that grew nothing in the same training is that host: fleets of other sizes only round differently, so its gain is 0.
+    """
+    is_never = not run.grown and (run.host, run.horizon) == (never.host, never.horizon)
+    return {
+        **_name(run),
+        "gain": 0.0 if is_never else (never.test_loss - run.test_loss) / never.unit,
+        "val_gain": 0.0 if is_never else (never.val_loss - run.val_loss) / never.unit,
+        "size": size(run, never),
+        "flops": run.total_flops,
+        "decisions": run.horizon,
+        "plan": [list(move) for move in plan_of(run.trace)],
+    }
+
+
+def _moves_to_match(ours: Sequence[EvalRun], setting: CompareSetting, streams: Streams) -> dict[tuple[int, float], int]:
+    """Return (seed, price) -> random moves: at each price in total as many as in the runs of the compared contestant."""
+    moves: dict[tuple[int, float], int] = {}
+    for price in setting.prices:
+        total = sum(len(plan_of(run.trace)) for run in ours if run.level == str(price))
+        parts = spread(total, setting.host_seeds, streams.numpy(f"spread {price}"))
+        moves |= {(seed, price): count for seed, count in parts.items()}
+    return moves
+
+
+# Controls at equal FLOPs
+
+
+def decisions_for(flops: float, flops_per_sample: int, *, samples: int) -> float:
+    """Return the number of decisions that these FLOPs pay for, with `samples` trained on before each, at three passes per sample."""
+    return flops / (3 * flops_per_sample * samples)
+
+
+def _with_horizon(case: EvalCase, decisions: int) -> EvalCase:
+    """Return the case of a control: without measurements, and trained for this long."""
+    return replace(case, setting=msgspec.structs.replace(case.setting, horizon=decisions), is_measured=False)
+
+
+def _longer(run: EvalRun, case: Callable[..., EvalCase], cell: Cell) -> EvalCase:
+    """Return the host of a run without growth, trained for as many FLOPs."""
+    one = case("longer", run.seed, float(str(run.level)), Never())
+    return _with_horizon(one, math.ceil(decisions_for(run.total_flops, run.flops_per_sample, samples=cell.samples_per_decision)))
+
+
+def _final(run: EvalRun, case: Callable[..., EvalCase], cell: Cell) -> EvalCase:
+    """Return the final network of a run from the start, trained for as many FLOPs."""
+    plan = Planned([(0, slot, blueprint) for slot, blueprint in run.kept])
+    one = replace(case("final", run.seed, float(str(run.level)), plan), is_static=True)
+    flops_per_sample = run.flops_per_sample + run.added_flops
+    return _with_horizon(one, math.ceil(decisions_for(run.total_flops, flops_per_sample, samples=cell.samples_per_decision)))
+
+
+def _is_same_network(run: EvalRun, other: EvalRun) -> bool:
+    return sorted(run.kept) == sorted(other.kept) and run.added_parameters == other.added_parameters
+
+
+def widened_name(host: str, factor: int) -> str:
+    """Return the name of a host that is `factor` times as wide.
+
+    >>> widened_name("conv-4x2", 2)
+    'conv-8x2'
+    """
+    family, width, blocks = re.fullmatch(r"(\w+)-(\d+)x(\d+)", host).groups()  # type: ignore[union-attr]
+    return f"{family}-{int(width) * factor}x{blocks}"
+
+
+def _grid(
+    ours: Sequence[EvalRun], case: Callable[..., EvalCase], cell: Cell, evaluation: EvalSetting, on_progress: Callable[[int], Any]
+) -> list[EvalRun]:
+    """Train static hosts of all widths, for every run of the compared contestant, with an equal part of its FLOPs each.
+
+    A wider host makes fewer steps between two validations, so that a decision costs about as much as one of the cell's host. A width that
+    cannot be trained for a single decision is left out.
+    """
+    runs: list[EvalRun] = []
+    for factor in WIDTHS:
+        name = widened_name(cell.host, factor)
+        cost = discover(evaluation.task.make_host(name, seed=0), evaluation.task.example_input).host
+        steps = max(round(cell.steps_per_decision * ours[0].flops_per_sample / cost.flops), 1)
+        cases = [
+            _with_horizon(case(f"grid {factor}", run.seed, float(str(run.level)), Never()), decisions)
+            for run in ours
+            if (decisions := int(decisions_for(run.total_flops / len(WIDTHS), cost.flops, samples=cell.batch_size * steps)))
+        ]
+        fleet = msgspec.structs.replace(evaluation.fleet, steps_per_decision=steps)
+        # These hosts grow nothing, so the fleet need not prepare all kinds of seeds.
+        fixed = replace(evaluation, host=name, fleet=fleet, growth=GrowthConfig(blueprints=("norm",)))
+        runs += run_cases(fixed, cases, on_progress)
+    return runs
+
+
+# Training cells
+
+
+def recorded_plans() -> list[ConstantPlan]:
+    """Return the constant plans, each with a Recorder of its move."""
+    return [replace(plan, record=Recorder()) for plan in CONSTANT_PLANS]
+
+
+def plan_results(runs: Sequence[EvalRun], plans: Sequence[ConstantPlan]) -> Record:
+    """Return what blind plans and rules are chosen from, given the runs of the plans of `recorded_plans` on one host.
+
+    "constant": name of the plan -> [gain in validation loss, size]; "first": move -> its features after the first training segment.
+    """
+    constant = {run.controller: [gain, size(run)] for run, gain in zip(runs, gains(runs, "val"), strict=True)}
+    recorders = {plan.move: plan.record for plan in plans if plan.move is not None and plan.at == 0}
+    first = {move: one.features[0].tolist() for move, one in recorders.items() if isinstance(one, Recorder) and one.features}
+    return {"constant": constant, "first": first}
+
+
+def train_plans(cell: Cell, load: Load, *, host_seed: int, rows: int, device: torch.device, on_progress: Callable[[int], Any]) -> Record:
+    """Train a host of a training cell under every constant plan; return `plan_results`."""
+    task, plans = cell.task(load), recorded_plans()
+    cases = [make_case(cell, task, plan.name, host_seed, None, plan) for plan in plans]
+    return plan_results(run_cases(eval_setting(cell, task, device=device, rows=rows), cases, on_progress), plans)
+
+
+# The comparison of a config
+
+
+def cells_of(config: CompareConfig) -> list[Cell]:
+    """Return the cells in which controllers are compared."""
+    return [draw_cell(config.domain, number=number, seed=config.seed) for number in range(config.cells)]
+
+
+def training_cells_of(config: CompareConfig) -> list[Cell]:
+    """Return the cells on which blind plans and rules are chosen."""
+    seed = Streams(config.seed).integer("training cells")
+    return [draw_cell(config.domain, number=number, seed=seed) for number in range(config.training_cells)]
+
+
+def blind_in_file(info: Mapping[str, Any], prices: Sequence[float]) -> dict[float, str] | None:
+    """Return the blind plans in the info of a controller file, by the text of their price; None if one is missing."""
+    given = info.get("blind", {})
+    found = {price: given.get(f"{price:g}") for price in prices}
+    return {price: str(name) for price, name in found.items()} if all(name in PLANS for name in found.values()) else None
+
+
+def compare(config: CompareConfig, load: Load, *, on_progress: OnProgress = _ignore) -> Comparison:
+    """Compare the controllers of a config."""
+    files = {name: load_controller(Path(name)) for name in config.controllers}
+    compared = next(iter(files), "heuristic")
+    blind = blind_in_file(files[compared].description.info, config.prices) if files else None
+    device, rules, notes = find_device(config.device), dict[float, Rule](), list[str]()
+    with threads(config.threads):
+        if blind is None:
+            training = [
+                train_plans(
+                    cell,
+                    load,
+                    host_seed=HELD_OUT_SEEDS + number,
+                    rows=config.rows,
+                    device=device,
+                    on_progress=partial(on_progress, f"training cell {number}, {cell.source} {cell.host}: constant plans"),
                 )
-            )
-        title = (
-            f"rent {level}: {rent.parameters:g}·log(1 + added/host parameters) + {rent.flops:g}·added/host FLOPs, in nats for ten classes"
+                for number, cell in enumerate(training_cells_of(config))
+            ]
+            blind, rules = blind_plans(training, config.prices), choose_rules(training, config.prices)
+            notes += [f"rule at price {price:g}: {rule_text(rule)}" for price, rule in rules.items()]
+        else:
+            notes.append(f"blind plans are those in {compared}; there is no rule, because there were no training cells")
+        setting = CompareSetting(
+            prices=config.prices,
+            host_seeds=range(config.hosts),
+            compared=compared,
+            rules=rules,
+            controls=config.controls,
+            rows=config.rows,
+            device=device,
+            seed=config.seed,
         )
-        return f"{title}\n{aligned(rows, numbers=True)}"
-
-    def to_builtins(self) -> dict[str, Any]:
-        """Return everything as plain data, for JSON."""
-        return {
-            "compared": self.compared,
-            "config": msgspec.to_builtins(self.config),
-            "schedules": self.schedules,
-            "notes": self.notes,
-            "runs": msgspec.to_builtins(self.runs),
-            "standings": [msgspec.to_builtins(standing) for level in self.config.levels for standing in self.standings(level)],
-            "pooled": {name: msgspec.to_builtins(self.pooled(name)) for name in self.controllers() if name != self.compared},
-        }
+        controllers = {name: partial(_new_copy, file) for name, file in files.items()}
+        records = [
+            record
+            for number, cell in enumerate(cells_of(config))
+            for record in compare_cell(setting, cell, load, controllers, number=number, group="drawn", on_progress=on_progress)
+        ]
+    return Comparison(records, config.prices, blind, compared, notes)
 
 
-def interval_text(interval: Interval) -> str:
-    return f"{interval.estimate:+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]"
+def _new_copy(file: Any, price: float) -> Controller:
+    controller: Controller = file.new_copy()
+    return controller
+
+
+def rule_text(rule: Rule) -> str:
+    if rule.move is None:
+        return "grow nothing"
+    return f"{rule.move} if its {rule.feature} is {'above' if rule.is_above else 'below'} {rule.threshold:.3g} (scaled)"

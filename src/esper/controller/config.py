@@ -37,10 +37,6 @@ NORM = "norm"
 BLUEPRINTS = (*WIDENINGS, *BRANCHES, NORM)
 MOVES = (*WIDENINGS, "deep", "widen_100 and deep", "widen_300 and deep", NORM)
 
-Channels = Annotated[str, Meta(pattern=r"^[1-9]\d*(-[1-9]\d*)*$")]  # channels of the blocks of a host, first to last: "4-8-16"
-BUILTIN_CONTROLLERS = ("never", "random", "schedule", "heuristic")  # in comparisons; other names are paths of controller files
-RentLevel = Literal["low", "middle", "high"]
-
 Family = Literal["conv", "residual", "mlp", "gpt"]
 Optimizer = Literal["adamw", "sgd"]
 Schedule = Literal["none", "cosine"]
@@ -175,44 +171,32 @@ class ControllerConfig(ShownConfig):
 
 
 class CompareConfig(Config):
-    """Comparison of controllers on the same hosts with the same data orders, seed by seed, with all costs counted."""
+    """Comparison of controllers in the same cells and on the same hosts, at several prices of rent."""
 
-    controllers: tuple[str, ...] = BUILTIN_CONTROLLERS  # names, or paths of controller files; the first file is compared with all others
-    tasks: tuple[str, ...] = ("digits",)
-    hosts: tuple[Channels, ...] = ("4-8-16",)  # channels of the blocks of the hosts
-    seeds: PositiveInt = 20  # hosts per task and architecture; their seeds 0, 1, ... are never trained on
-    levels: tuple[RentLevel, ...] = ("low", "middle", "high")  # rent levels
-    horizon: PositiveInt = 20  # training segments of a host
-    learning_rate: PositiveFloat = 0.01
-    controls: bool = True  # add the controls longer and final size, both with the FLOPs of the compared controller
-    sweep: tuple[Channels, ...] = ()  # static sizes to try instead of growing
-    tuning_seeds: PositiveInt = 6  # number of training seeds for choosing the fixed schedule
-    rows: Count = 128  # hosts trained at once
-    seed: NonNegativeInt = 0  # random seed of random plans and bootstrap
+    controllers: tuple[str, ...] = ()  # paths of controller files; the first is compared with all others, or else the heuristic
+    cells: PositiveInt = 12
+    hosts: Annotated[int, Meta(ge=2, le=HELD_OUT_SEEDS)] = 3  # in each cell; their seeds 0, 1, ... are never trained on
+    prices: tuple[PositiveFloat, ...] = (0.003, 0.01, 0.03, 0.1)  # of a network that is e times as large, in units of the loss scale
+    training_cells: PositiveInt = 12  # other cells, on which the blind plans and the rules are chosen, unless a controller file has plans
+    controls: bool = True  # train controls too, with the FLOPs of the compared controller
+    rows: Count = 256  # hosts trained at once
+    seed: NonNegativeInt = 0  # of the cells and the random moves
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if available
     threads: Threads | None = None  # CPU threads of torch; None: torch's default
     data_dir: str | None = None  # folder with the files of tasks that need some
-    fleet: FleetConfig = FleetConfig()
-    growth: GrowthConfig = GrowthConfig()
+    domain: DomainConfig = DomainConfig()  # its prices are not used
 
     def check(self) -> None:
-        for name in ("controllers", "tasks", "hosts", "levels"):
+        for name in ("controllers", "prices"):
             given = getattr(self, name)
-            if not given or len(set(given)) < len(given):
-                raise ConfigError(name, expected="names, at least one and each once", got=given)
-        if self.seeds > HELD_OUT_SEEDS:
-            raise ConfigError("seeds", expected=f"at most {HELD_OUT_SEEDS:,}, because larger host seeds are for training", got=self.seeds)
-        if self.controls and self.growth.lifecycle.raise_mode == "shadow":
+            if len(set(given)) < len(given):
+                raise ConfigError(name, expected="each once", got=given)
+        if not self.prices:
+            raise ConfigError("prices", expected="at least one", got=self.prices)
+        least = GrowthConfig().lifecycle.holding_epochs + 1
+        if self.domain.horizon[0] < least:
             raise ConfigError(
-                "controls", expected="false with raise_mode shadow, because a shadow seed is not part of the host from the start", got=True
+                "domain.horizon",
+                expected=f"at least {least} decisions: seeds grow after the first one, and need the others to be kept",
+                got=self.domain.horizon,
             )
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """Controllers that are given as paths of files."""
-        return tuple(name for name in self.controllers if name not in BUILTIN_CONTROLLERS)
-
-    @property
-    def compared(self) -> str:
-        """The controller that is compared with all others: the first file, else the first built-in one of a fixed order."""
-        return next((name for name in (*self.files, "heuristic", "schedule", "random") if name in self.controllers), "never")

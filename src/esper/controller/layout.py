@@ -27,6 +27,7 @@ from esper.growth.measure.contribution import rent_of, total
 from esper.vecenv import ActionSpec, Discrete, Masks, Obs, ObservationSpec, TensorSpec
 
 MOVE_NAMES = (NOTHING.name, *MOVES)
+FEATURES = tuple(feature.name for table in (HOST, MOVE) for feature in table.features)  # of a move in a host
 Vector = NDArray[np.float32]
 
 

@@ -165,3 +165,22 @@ class RandomPlan:
         times = sorted({1 + int(last * rng.random() ** 2) for _ in range(count)})
         end = int(rng.integers(times[-1] + 1, epochs)) if times[-1] + 1 < epochs else epochs
         return [*times, end]
+
+
+@dataclass
+class RandomMoves:
+    """Makes a random move after each of the given decisions, or as soon afterwards as something can grow."""
+
+    seed: int
+    times: tuple[int, ...]  # numbers of finished training segments, each once
+    name: str = "random"
+    _due: int = 0  # moves whose time has come
+
+    def decide(self, state: GrowthState) -> Decision:
+        grown: list[Action] = []
+        self._due += state.epoch in self.times
+        if self._due and (options := moves(state)):
+            move = options[Streams(self.seed).numpy(f"decision {state.epoch}").integers(len(options))]
+            grown = move.germinate("drawn at random")
+            self._due -= 1
+        return Decision((*grown, *see_through(state, {action.slot for action in grown})), self.name)
