@@ -9,14 +9,14 @@
     heuristic    the heuristic controller of growth
     ...          any given controllers, such as those of files
 
-Controls have the FLOPs that the compared contestant used for a host, including its measurements and probes, for training alone:
+Controls have the FLOPs that the compared contestant used for a host, including its measurements and probes:
 
     longer       the host without growth; it makes more decisions, with as many training steps between them
     final        the final network of the compared contestant, present from the start
     grid         static hosts of 1, 2, 4 and 8 times the width, each with a quarter of the FLOPs; the best by validation loss and price
 
 Hosts of one seed have the same first weights and data order under every contestant, and every host keeps its best validation state. The
-validation that this needs is not counted for never and the controls. The test data are used for no decision and no choice.
+FLOPs of validation are counted, but for those of the grid. The test data are used for no decision and no choice.
 `esper.controller.compare_results` describes the records and computes the statistics.
 """
 
@@ -210,12 +210,10 @@ def eval_setting(cell: Cell, task: Task, *, device: torch.device, rows: int) -> 
     return EvalSetting(task, cell.host, tensors, cell.fleet(FLEET), GROWTH, device, rows)
 
 
-def make_case(
-    cell: Cell, task: Task, name: str, seed: int, price: float | None, controller: Controller, *, is_measured: bool = True
-) -> EvalCase:
+def make_case(cell: Cell, task: Task, name: str, seed: int, price: float | None, controller: Controller) -> EvalCase:
     """Return a host of a cell to train. Without a price, the rent is 0."""
     setting = cell.host_config(seed, len(task.train), rent=rent_at(price or 0.0))
-    return EvalCase(name, setting, controller, None if price is None else str(price), is_measured=is_measured)
+    return EvalCase(name, setting, controller, None if price is None else str(price))
 
 
 def gains(runs: Sequence[EvalRun], part: str) -> list[float]:
@@ -259,17 +257,18 @@ def compare_cell(
 
     cases: list[EvalCase] = []
     for seed in setting.host_seeds:
-        cases += [case(plan.name, seed, None, plan, is_measured=plan.move is not None) for plan in CONSTANT_PLANS]
+        cases += [case(plan.name, seed, None, plan) for plan in CONSTANT_PLANS]
         cases.append(case("early", seed, None, make_early(seed, 0.0, known)))
         cases += [case(name, seed, price, make(seed, price, known)) for price in setting.prices for name, make in contestants.items()]
     runs = run_cases(evaluation, cases, partial(on_progress, f"{where}: contestants"))
 
     ours = [run for run in runs if run.controller == setting.compared]
+    never = {run.seed: run for run in runs if run.controller == "never"}
     known = replace(known, moves=_moves_to_match(ours, setting, known.streams))
     cases = [case("random", seed, price, make_random(seed, price, known)) for seed, price in known.moves]
     if setting.controls:
-        cases += [_longer(run, case, cell) for run in ours]
-        cases += [_final(run, case, cell) for run in ours if not any("#" in slot for slot, _ in run.kept)]
+        cases += [_longer(run, never[run.seed], case) for run in ours]
+        cases += [_final(run, never[run.seed], case) for run in ours if not any("#" in slot for slot, _ in run.kept)]
     found = run_cases(evaluation, cases, partial(on_progress, f"{where}: controls"))
     left_out: list[EvalRun] = []
     if setting.controls:
@@ -280,7 +279,6 @@ def compare_cell(
         left_out = [run for key, run in wanted.items() if key not in trained]
         found += _grid(ours, case, cell, evaluation, partial(on_progress, f"{where}: widths"))
 
-    never = {run.seed: run for run in runs if run.controller == "never"}
     samples = len(task.train) if cell.samples is None else min(cell.samples, len(task.train))
     about = {"cell": number, "group": group, **msgspec.to_builtins(cell), "training_samples": samples}
     records = [{"what": "host", **about, **_result(run, never[run.seed])} for run in (*runs, *found)]
@@ -336,28 +334,22 @@ def _moves_to_match(ours: Sequence[EvalRun], setting: CompareSetting, streams: S
 # Controls at equal FLOPs
 
 
-def decisions_for(flops: float, flops_per_sample: int, *, samples: int) -> float:
-    """Return the number of decisions that these FLOPs pay for, with `samples` trained on before each, at three passes per sample."""
-    return flops / (3 * flops_per_sample * samples)
-
-
 def _with_horizon(case: EvalCase, decisions: int) -> EvalCase:
-    """Return the case of a control: without measurements, and trained for this long."""
-    return replace(case, setting=msgspec.structs.replace(case.setting, horizon=decisions), is_measured=False)
+    return replace(case, setting=msgspec.structs.replace(case.setting, horizon=decisions))
 
 
-def _longer(run: EvalRun, case: Callable[..., EvalCase], cell: Cell) -> EvalCase:
-    """Return the host of a run without growth, trained for as many FLOPs."""
+def _longer(run: EvalRun, never: EvalRun, case: Callable[..., EvalCase]) -> EvalCase:
+    """Return the host of a run without growth, trained for as many FLOPs; `never` shows what a decision costs."""
     one = case("longer", run.seed, float(str(run.level)), Never())
-    return _with_horizon(one, math.ceil(decisions_for(run.total_flops, run.flops_per_sample, samples=cell.samples_per_decision)))
+    return _with_horizon(one, math.ceil(run.total_flops * never.horizon / never.total_flops))
 
 
-def _final(run: EvalRun, case: Callable[..., EvalCase], cell: Cell) -> EvalCase:
+def _final(run: EvalRun, never: EvalRun, case: Callable[..., EvalCase]) -> EvalCase:
     """Return the final network of a run from the start, trained for as many FLOPs."""
     plan = Planned([(0, slot, blueprint) for slot, blueprint in run.kept])
     one = replace(case("final", run.seed, float(str(run.level)), plan), is_static=True)
-    flops_per_sample = run.flops_per_sample + run.added_flops
-    return _with_horizon(one, math.ceil(decisions_for(run.total_flops, flops_per_sample, samples=cell.samples_per_decision)))
+    times = 1 + run.added_flops / run.flops_per_sample
+    return _with_horizon(one, math.ceil(run.total_flops * never.horizon / (times * never.total_flops)))
 
 
 def _is_same_network(run: EvalRun, other: EvalRun) -> bool:
@@ -388,9 +380,9 @@ def _grid(
         cost = discover(evaluation.task.make_host(name, seed=0), evaluation.task.example_input).host
         steps = max(round(cell.steps_per_decision * ours[0].flops_per_sample / cost.flops), 1)
         cases = [
-            _with_horizon(case(f"grid {factor}", run.seed, float(str(run.level)), Never()), decisions)
+            replace(_with_horizon(case(f"grid {factor}", run.seed, float(str(run.level)), Never()), decisions), is_measured=False)
             for run in ours
-            if (decisions := int(decisions_for(run.total_flops / len(WIDTHS), cost.flops, samples=cell.batch_size * steps)))
+            if (decisions := int(run.total_flops / len(WIDTHS) / (3 * cost.flops * cell.batch_size * steps)))
         ]
         fleet = msgspec.structs.replace(evaluation.fleet, steps_per_decision=steps)
         # These hosts grow nothing, so the fleet need not prepare all kinds of seeds.
