@@ -133,7 +133,10 @@ def fit_values(folder: Path, trainings: int) -> None:
     blind = {f"{price:g}": name for price, name in blind_plans(lives, PRICES).items()}
     about = {"cells": len(lives), "moves": len(moves), "domain": msgspec.to_builtins(TRAINED), "blind": blind}
     for training in range(1, trainings + 1):
-        save_controller(value_file(folder, training), fit(moves, seed=training), {**about, "seed": training})
+        found = fit(moves, seed=training)
+        figures = {"r2_in_unseen_cells": found.r2, "calibration": float(found.model.calibration)}
+        print(f"value {training}: {len(lives)} cells, {len(moves)} moves; in cells that members have not seen, R² {found.r2:.2f}")
+        save_controller(value_file(folder, training), found.model, {**about, **figures, "seed": training})
 
 
 def train_policy(training: int, *, folder: Path, rounds: int, hosts: int, device: str) -> list[Record]:

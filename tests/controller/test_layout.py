@@ -102,6 +102,13 @@ def test_losses_are_observed_relative_to_the_uninformed_loss() -> None:
     assert host_field(worse, "best_loss") == pytest.approx(1.2 / 2.3)
 
 
+def test_the_loss_of_a_readout_is_observed_where_it_is_known() -> None:
+    now = state(slot())
+    assert host_field(now, "has_readout") == host_field(now, "readout") == 0
+    known = replace(now, scale=LossRange.of(2.3, readout=0.4))
+    assert (host_field(known, "has_readout"), host_field(known, "readout")) == (1, pytest.approx(0.4))
+
+
 def test_data_and_load_are_observed() -> None:
     now = state(slot(), training_samples=4_000)
     assert host_field(now, "samples_per_load") > host_field(replace(now, training_samples=400), "samples_per_load")
@@ -187,4 +194,4 @@ def test_a_move_by_its_name_is_the_one_that_is_offered() -> None:
 def test_the_version_names_the_layout() -> None:
     # A row that comes, goes or is scaled otherwise gives another version by itself. Where a value changes its meaning under the same row,
     # raise the number before the dash; then state the new version here.
-    assert LAYOUT_VERSION == "6-69ccc3e8"
+    assert LAYOUT_VERSION == "6-62a0b725"

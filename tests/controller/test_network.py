@@ -28,7 +28,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def value_model() -> ValueModel:
     """Return a model whose moves differ by more than their uncertainty, for some states."""
-    model = ValueModel(width=NETWORK.width, members=NETWORK.members, generator=generator(2))
+    model = ValueModel(width=NETWORK.width, members=NETWORK.members, generator=generator(0))
     with torch.no_grad():
         model.weights[-1].mul_(10)
         for weights in model.weights[:-1]:  # similar members

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 
@@ -15,7 +16,7 @@ from esper.controller.evaluation import EvalCase, EvalRun, EvalSetting, run_case
 from esper.controller.features import HOST, MOVE
 from esper.controller.layout import size_of, sizes_after
 from esper.controller.plans import CONSTANT_PLANS, NOTHING, ConstantPlan, Move, RandomPlan, move_named, moves
-from esper.controller.value import Recorder, Records, ValueController, ValueModel, describe, fit
+from esper.controller.value import Fit, Recorder, Records, ValueController, ValueModel, describe, fit
 from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.data import TaskTensors
 from esper.growth.config import BudgetConfig, GrowthConfig, LifecycleConfig, RentConfig
@@ -169,7 +170,7 @@ def with_data(samples: int, *, price: float = 0.0) -> GrowthState:
 
 
 @cache
-def taught() -> ValueModel:
+def taught() -> Fit:
     """Return a model of cells in which a widening gains 0.3 where data are plenty, and loses 0.3 where they are few; norms lose 0.1."""
     records, rng = Records(), np.random.default_rng(0)
     for cell in range(40):
@@ -188,19 +189,19 @@ def grown_by(controller: ValueController, now: GrowthState) -> list[str]:
 
 
 def test_a_fitted_model_grows_where_growing_gained_and_nowhere_else() -> None:
-    controller = ValueController(taught())
+    controller = ValueController(taught().model)
     assert grown_by(controller, with_data(20_000)) == ["widen_100"]
     assert grown_by(controller, with_data(200)) == []
 
 
 def test_a_rent_above_the_gain_stops_growth() -> None:
     # The widening gains 0.3 at a size of 1.3 · log 2 = 0.9, so it pays up to a price of 0.33.
-    assert grown_by(ValueController(taught()), with_data(20_000, price=0.1)) == ["widen_100"]
-    assert grown_by(ValueController(taught()), with_data(20_000, price=0.6)) == []
+    assert grown_by(ValueController(taught().model), with_data(20_000, price=0.1)) == ["widen_100"]
+    assert grown_by(ValueController(taught().model), with_data(20_000, price=0.6)) == []
 
 
 def test_nothing_grows_before_the_first_losses_or_late() -> None:
-    controller, now = ValueController(taught()), with_data(20_000)
+    controller, now = ValueController(taught().model), with_data(20_000)
     assert grown_by(controller, replace(now, epoch=0, train_losses=(), val_losses=())) == []
     assert controller.decide(replace(now, epoch=0, train_losses=(), val_losses=())).probe
     late = controller.decide(replace(now, epoch=13))
@@ -211,15 +212,51 @@ def test_nothing_grows_before_the_first_losses_or_late() -> None:
 def test_predictions_are_near_the_truth_with_an_uncertainty_that_covers_it() -> None:
     now = with_data(20_000)
     options = [NOTHING, move_named("widen_100", now)]
-    found = taught()(torch.from_numpy(describe(now, options)), torch.tensor(sizes_after(now, options)))
+    found = taught().model(torch.from_numpy(describe(now, options)), torch.tensor(sizes_after(now, options)))
     assert found.gain.mean(0).tolist() == pytest.approx([0.0, 0.3], abs=0.06)
     assert found.size.mean(0)[1].item() == pytest.approx(sizes_after(now, options)[1] + 0.1, abs=0.1)
-    assert 0.02 < found.spread.mean() < 0.12
+
+
+def test_a_host_that_has_not_grown_and_grows_nothing_is_its_twin() -> None:
+    now = with_data(20_000)
+    grown = replace(now, added=Cost(500, 10_000))
+    gains, sizes = [], []
+    for one in (now, grown):
+        found = taught().model(torch.from_numpy(describe(one, [NOTHING])), torch.tensor(sizes_after(one, [NOTHING])))
+        gains.append(found.gain.abs().max().item())
+        sizes.append(found.size.abs().max().item())
+    assert gains[0] == sizes[0] == 0
+    assert min(gains[1], sizes[1]) > 0
+
+
+def test_a_fit_is_judged_in_cells_that_its_members_have_not_seen() -> None:
+    """Where gains do not depend on what is seen, nothing is predicted, and the errors exceed the spread of the members."""
+    assert taught().r2 > 0.9
+    records, rng = Records(), np.random.default_rng(1)
+    for cell in range(40):
+        now, luck = with_data(int(rng.uniform(500, 2_000))), rng.normal(0, 0.3)
+        for move in moves(now):
+            recorder = Recorder()
+            recorder(now, move)
+            records.add(recorder, cell=cell, gain=luck, end_size=recorder.sizes[0])
+    random = fit(records, seed=0, steps=60)
+    assert random.r2 < 0.2
+    assert random.model.calibration > 1
+
+
+def test_caution_is_in_standard_errors() -> None:
+    model = ValueModel(members=2)
+    value = torch.tensor([[0.0, 0.1], [0.0, 0.3]])  # two members, nothing and a move
+    spread = math.sqrt(0.02)
+    assert model.scores(value, 0.0).tolist() == pytest.approx([0.0, 0.2])
+    assert model.scores(value, 0.5)[1].item() == pytest.approx(0.2 - 0.5 * spread)
+    model.calibration.fill_(2.0)
+    assert model.scores(value, 0.5)[1].item() == pytest.approx(0.2 - 0.5 * 2 * spread)
 
 
 @pytest.mark.slow
 def test_a_value_controller_decides_for_a_real_host() -> None:
-    never, run = train(Never(), ValueController(taught()))
+    never, run = train(Never(), ValueController(taught().model))
     assert np.isfinite(run.test_loss)
     assert run.parameters == never.parameters
 

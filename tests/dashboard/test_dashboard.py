@@ -378,7 +378,14 @@ def test_the_terminal_shows_what_the_page_shows(
     shown = capsys.readouterr().out
     words = {
         "grown": ["mlp", "norm", "loss: training", "samples per second", "cores in use"],
-        "controller": ["rent", "decisions by kind: wait", "digits · 2-3-4", "the critic predicts", "conv3x3", "explained variance"],
+        "controller": [
+            "rent",
+            "decisions by kind: nothing",
+            "digits · conv",
+            "the critic predicts",
+            "double_conv3x3",
+            "explained variance",
+        ],
         "cue-0": ["explained variance", "entropy by head: action", "KL divergence", "MiB"],
         "killed": ["dead", "--resume"],
         "arena": ["strong", "80", "62.5%", "28.0 ± 1.5"],
@@ -628,12 +635,12 @@ def test_figures_of_the_controllers_page_equal_a_plain_loop_and_a_host_opens(pag
     assert math.isclose(number(page.text("[data-last]")), rounds[-1]["utility"], rel_tol=1e-3)
     assert math.isclose(number(page.text("[data-best]")), max(event["utility"] for event in rounds), rel_tol=1e-3)
     assert number(page.text("[data-cell] td:nth-child(2)")) == len(hosts)
-    wait_for_chart(page, "decisions by kind", f"wait {rounds[-1]['decisions']['wait']} at {len(rounds)}")
+    wait_for_chart(page, "decisions by kind", f"nothing {rounds[-1]['decisions']['nothing']} at {len(rounds)}")
     last = [host for host in hosts if host["round"] == rounds[-1]["round"]]
     assert [float(text) for text in page.texts("[data-host] b")] == pytest.approx([host["utility"] for host in last], rel=0.06)
     grown = next(place for place, host in enumerate(last) if host["grown"])
     page.driver.execute_script("document.querySelectorAll('[data-host]')[arguments[0]].click()", grown)
-    page.wait(lambda: f"host {last[grown]['env']}: digits, 2-3-4" in page.text("[data-life]"), "the host does not open")
+    page.wait(lambda: f"host {last[grown]['env']}: digits, conv-2x2" in page.text("[data-life]"), "the host does not open")
     assert page.text("[data-life]").count("germinated") == last[grown]["grown"]
     keep(page, "controller")
 

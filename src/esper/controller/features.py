@@ -155,6 +155,8 @@ HOST: FeatureTable[GrowthState] = FeatureTable((
     signed_log("gap", "log of validation / training loss", 0.05, 3, lambda v: gap(v)),
     signed_log("above_best", "log of validation loss / its best", 0.02, 3, lambda v: above_best(val_losses(v))),
     share("since_best", "of the planned epochs", lambda v: ratio(epochs_since_best(v), v.epochs)),
+    flag("has_readout", lambda v: v.scale is not None and v.scale.readout is not None),
+    Feature("readout", "of the uninformed loss", Scale.AS_IS, 0.0, 1.5, lambda v: when(v.scale, lambda scale: scale.readout)),
     signed_log("learning_rate", "", 1e-4, 1, lambda v: v.learning_rate),
     log("samples", "count", 1e2, 1e7, lambda v: v.samples),
     log("samples_per_load", LOAD, 1e-3, 1e4, lambda v: ratio(v.samples, v.host_load)),

@@ -54,9 +54,7 @@ class MoveEncoder(nn.Module):
         features = torch.cat((hosts, obs["moves"]), dim=2)
         found = self.value(features.flatten(0, 1), obs["sizes"].flatten())
         value = found.value(obs["price"].expand(-1, _MOVES).flatten()).view(-1, count, _MOVES)  # [M, B, K]
-        ahead = value - value[..., :1]
-        cautious = ahead.mean(0) - self.config.caution * (ahead.var(0) + 1e-12).sqrt()
-        scores = cautious * (obs["moves"][..., MOVE.column("grows")] > 0.5)
+        scores = self.value.scores(value, self.config.caution) * (obs["moves"][..., MOVE.column("grows")] > 0.5)
         return scores, value.mean(0)[:, :1] + scores.amax(1, keepdim=True)
 
 

@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -59,6 +60,7 @@ from esper.growth.lifecycle.host_growth import HostGrowth, chunk_means
 from esper.growth.lifecycle.stages import Decision, GrowthState, Stage
 from esper.growth.measure.contribution import Losses
 from esper.growth.measure.probe import Promises
+from esper.growth.measure.readout import ReadoutSamples
 from esper.runs import Event
 from esper.tasks import Split, Task
 
@@ -249,11 +251,18 @@ class Fleet:
             load=self.discovery.load,
             epochs=setting.horizon,
             samples=self._samples_unless_one_pass(row),
-            scale=LossRange.of(self.task.uninformed_loss, loss_range=growth.loss_range),
+            scale=LossRange.of(self.task.uninformed_loss, loss_range=growth.loss_range, readout=self._readout),
         )
         recovery = RowRecovery(row, host_growth.lifecycles, host_growth.governor, self._pending, self.growth.governor.keep)
         best_states = RowBestStates(row, host_growth.ledger, self._pending_best) if self.config.keep == "best" else None
         return Host(setting, host_growth, recovery, best_states)
+
+    @cached_property
+    def _readout(self) -> float | None:
+        """The loss of a readout of the validation inputs, the same for all hosts."""
+        samples, validation = ReadoutSamples(), self.data.tensors.validation
+        samples.note(validation.inputs, validation.targets)
+        return samples.loss()
 
     def _samples_unless_one_pass(self, row: int) -> int | None:
         """Return the number of training samples of a host; None if it sees each of them once between two decisions."""

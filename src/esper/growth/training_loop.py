@@ -46,6 +46,7 @@ from esper.growth.host.slotted import add_slots
 from esper.growth.lifecycle.governor import Diverged, LossRange
 from esper.growth.lifecycle.stages import Controller, Stage
 from esper.growth.measure.contribution import Evaluate, Losses, losses_of, total
+from esper.growth.measure.readout import ReadoutSamples
 from esper.growth.metrics import Metric, MetricSums, check_functions
 from esper.growth.run import Grown, GrowthRun, Status, finished
 from esper.growth.telemetry import GrowthTelemetry
@@ -146,6 +147,7 @@ class Training:
         """
         loss_fn = getattr(self.step_loss, "loss_fn", None)  # set by `step_loss_of`
         constant = None if loss_fn is None else ConstantPredictor(loss_fn)
+        readout = ReadoutSamples()
         found: list[tuple[float, int]] = []  # (loss, samples) of every batch
         first = None  # the first batch
         listener, sums = Listener(self.model), self._metric_sums()
@@ -166,23 +168,25 @@ class Training:
                     found.append((loss, size_of(batch)))
                     sums.note(batch, size_of(batch), where=where)
                     if constant is not None:
-                        constant.note(listener.outputs, pair_of(batch)[1])
+                        inputs, targets = pair_of(batch)
+                        constant.note(listener.outputs, targets)
+                        readout.note(inputs, targets)
         finally:
             listener.stop()
         if not found:
             raise GrowthError("the validation loader yields nothing; it needs at least one batch")
         self._metrics_before = sums.means()
         losses = losses_of(lambda: found)
-        return losses, example_of(first) if listener.heard is None else listener.heard, self._loss_range(constant, losses)
+        return losses, example_of(first) if listener.heard is None else listener.heard, self._loss_range(constant, readout, losses)
 
-    def _loss_range(self, constant: ConstantPredictor | None, before: Losses) -> LossRange | None:
+    def _loss_range(self, constant: ConstantPredictor | None, readout: ReadoutSamples, before: Losses) -> LossRange | None:
         """Return the `LossRange` of a constant predictor, or that of the losses before the training as a guess; None if unknown."""
-        if self.config.governor.uninformed_loss is not None:
-            return None  # the grower takes it from the config
-        with self._autocast():
-            uninformed = None if constant is None else constant.loss()
+        uninformed = self.config.governor.uninformed_loss
+        if uninformed is None:
+            with self._autocast():
+                uninformed = None if constant is None else constant.loss()
         if uninformed is not None:
-            return LossRange.of(uninformed, loss_range=self.config.loss_range)
+            return LossRange.of(uninformed, loss_range=self.config.loss_range, readout=readout.loss())
         return LossRange.of(before.mean, loss_range=self.config.loss_range, is_guess=True) if before.are_finite else None
 
     def run(self, controller: Controller | str, run: GrowthRun | None = None, *, may_interrupt: bool = False) -> Grown:

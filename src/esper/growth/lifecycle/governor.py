@@ -35,9 +35,10 @@ class LossRange:
     uninformed: float  # loss of the best constant predictor
     range: float  # how far the loss can fall below `uninformed`
     is_guess: bool = False  # `uninformed` is only the loss at the start of the training
+    readout: float | None = None  # loss of a readout of the inputs, relative to `uninformed`, see `ReadoutSamples`; None: unknown
 
     @classmethod
-    def of(cls, uninformed: float, *, loss_range: float | None = None, is_guess: bool = False) -> LossRange:
+    def of(cls, uninformed: float, *, loss_range: float | None = None, is_guess: bool = False, readout: float | None = None) -> LossRange:
         """Build a scale. Without `loss_range` the loss can fall to 0, so `uninformed` must be above 0."""
         if loss_range is None and not uninformed > 0:
             subject = "the training began with a loss of" if is_guess else "a constant predictor has a loss of"
@@ -45,7 +46,7 @@ class LossRange:
                 f"{subject} {uninformed:.4g}. Gains are judged as shares of that loss, so it must be above 0; say how far the loss can "
                 "fall below it with GrowthConfig(loss_range=...), such as 3.0 for a log-likelihood"
             )
-        return cls(uninformed, uninformed if loss_range is None else loss_range, is_guess)
+        return cls(uninformed, uninformed if loss_range is None else loss_range, is_guess, readout)
 
     @property
     def floor(self) -> float:

@@ -11,6 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import astuple
 from typing import Any, Generic, Protocol
 
 import msgspec
@@ -302,7 +303,8 @@ class HostGrowth(Generic[AnyBackend]):
         )
         check_can_grow(self.lifecycles)
         if config.governor.uninformed_loss is not None:
-            scale = LossRange.of(config.governor.uninformed_loss, loss_range=config.loss_range)
+            readout = None if scale is None else scale.readout
+            scale = LossRange.of(config.governor.uninformed_loss, loss_range=config.loss_range, readout=readout)
         self.governor = Governor(config.governor, scale)
         self.scale: LossRange | None = None
         if scale is not None:
@@ -540,7 +542,7 @@ class HostGrowth(Generic[AnyBackend]):
             "epoch": self.epoch,
             "measures_kept": self.measures_kept,
             "promises": [[slot, blueprint, value] for (slot, blueprint), value in self.promises.items()],
-            "scale": None if self.scale is None else [self.scale.uninformed, self.scale.range, self.scale.is_guess],
+            "scale": None if self.scale is None else list(astuple(self.scale)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -552,7 +554,7 @@ class HostGrowth(Generic[AnyBackend]):
         self.promises = {(slot, blueprint): value for slot, blueprint, value in state["promises"]}
         self.measures_kept = state.get("measures_kept", False)  # missing in files of earlier versions
         if state["scale"] is not None:
-            self._set_scale(LossRange(*state["scale"]))
+            self._set_scale(LossRange(*state["scale"]))  # of three numbers in files of earlier versions, which know no readout
 
 
 def ask_gate(lifecycles: SlotLifecycles[AnyBackend], action: Action) -> Answer:
