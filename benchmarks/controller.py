@@ -42,6 +42,7 @@ from esper.controller.compare import (
     eval_setting,
     gains,
     make_case,
+    new_copy,
     plan_results,
     recorded_plans,
     size,
@@ -49,12 +50,11 @@ from esper.controller.compare import (
 from esper.controller.compare_results import Comparison, blind_plans, of_whole_cells
 from esper.controller.config import ControllerConfig, DomainConfig
 from esper.controller.evaluation import EvalCase, run_cases
-from esper.controller.learned import Learned, load_controller, save_controller
+from esper.controller.learned import load_controller, save_controller
 from esper.controller.plans import RandomPlan
 from esper.controller.training import train_controller
 from esper.controller.value import Recorder, Records, fit
 from esper.growth.controllers.baselines import Never
-from esper.growth.lifecycle.stages import Controller
 from esper.tasks import load_task
 from growth_runs import run_all
 from records import RESULTS, Output, Record
@@ -71,7 +71,7 @@ FIRST_SEED = {"lives": 20_000, "compare": 5_000}  # of the hosts; those of compa
 load = cache(load_task)
 
 
-# Lives that are learned from
+# Training data: random growth in many cells
 
 
 def live(number: int, *, folder: Path, device: str, seeds: int, plans: int, seed: int) -> list[Record]:
@@ -169,10 +169,6 @@ def compare(
     setting = CompareSetting(PRICES, range(first, first + hosts), next(iter(files)), rules, controls, device=device, seed=seed)
     controllers = {name: partial(new_copy, controller) for name, controller in loaded.items()}
     return compare_cell(setting, cell, load, controllers, number=number, group=group)
-
-
-def new_copy(controller: Learned, price: float) -> Controller:
-    return controller.new_copy()
 
 
 def show(records: Sequence[Record], chosen: Record) -> Record:

@@ -167,7 +167,7 @@ def student_quantile(probability: float, freedom: float) -> float:
 
 
 def _student(value: float, freedom: float) -> tuple[float, float]:
-    """Return the distribution function of Student's t at a value, and its density there.
+    """Return the cumulative probability and the density of Student's t at a value.
 
     With t = √freedom · tan(angle), the density becomes scale · cos(angle)^(freedom - 1), which 64 Gauss-Legendre nodes integrate.
     """

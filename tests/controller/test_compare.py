@@ -422,7 +422,7 @@ def test_the_tables_of_real_records_are_printed() -> None:
 def test_results_of_constant_plans_have_the_features_of_moves_after_the_first_segment() -> None:
     def run(name: str, loss: float, added: int) -> EvalRun:
         return EvalRun(
-            task="digits", host="", controller=name, level=None, seed=0, horizon=8, test_loss=9.0, val_loss=loss, parameters=100,
+            task="digits", host="", controller=name, price=None, seed=0, horizon=8, test_loss=9.0, val_loss=loss, parameters=100,
             added_parameters=added, flops_per_sample=100, added_flops=0, total_flops=1, grown=0, kept=[], rollbacks=0, unit=0.5,
         )  # fmt: skip
 

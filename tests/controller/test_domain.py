@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from esper.config import ConfigError, load, save
 from esper.controller.config import HELD_OUT_SEEDS, ControllerConfig, DomainConfig, rent_at, rent_level
-from esper.controller.domain import FleetSetting, HostSeeds, draw_round
+from esper.controller.domain import DrawnHost, FleetSetting, draw_round
 from esper.growth.config import LifecycleConfig
 
 CONFIG = ControllerConfig(hosts=8, fleets=2)
@@ -23,7 +23,7 @@ def drawn(config: ControllerConfig = CONFIG, *, rounds: int = 30, seed: int = 0)
     return [fleet for number in range(rounds) for fleet in draw_round(config, round_number=number, seed=seed)]
 
 
-def hosts_of(fleets: list[FleetSetting]) -> list[HostSeeds]:
+def hosts_of(fleets: list[FleetSetting]) -> list[DrawnHost]:
     return [host for fleet in fleets for host in fleet.hosts]
 
 

@@ -40,16 +40,16 @@ from esper.controller.compare_results import ORDER, PLANS, Comparison, Record, b
 from esper.controller.config import BRANCHES, HELD_OUT_SEEDS, MOVES, UNTIL, CompareConfig, ControllerConfig, rent_at
 from esper.controller.evaluation import EvalCase, EvalRun, EvalSetting, run_cases
 from esper.controller.layout import FEATURES, size_of
-from esper.controller.learned import load_controller
-from esper.controller.plans import CONSTANT_PLANS, ConstantPlan, RandomMoves, move_named
+from esper.controller.learned import Learned, load_controller
+from esper.controller.plans import CONSTANT_PLANS, NOTHING, ConstantPlan, RandomMoves, make_move, move_named
 from esper.controller.value import Recorder, describe
 from esper.devices import find_device, threads
 from esper.fleet.data import TaskTensors
 from esper.growth.config import GrowthConfig
-from esper.growth.controllers.baselines import Never, Planned, see_through
+from esper.growth.controllers.baselines import Never, Planned
 from esper.growth.controllers.heuristic import Heuristic
 from esper.growth.host.discover import discover
-from esper.growth.lifecycle.stages import Action, Controller, Cost, Decision, GrowthState
+from esper.growth.lifecycle.stages import Controller, Cost, Decision, GrowthState
 from esper.rng import Streams
 from esper.tasks import Task
 
@@ -89,13 +89,13 @@ class RuleController:
     name: str = "rule"
 
     def decide(self, state: GrowthState) -> Decision:
-        grown: list[Action] = []
+        move, reason = NOTHING, ""
         if self.rule.move is not None and state.epoch == 1:
-            move = move_named(self.rule.move, state)
-            if self.rule.applies(describe(state, [move])[0].tolist()):
-                grown = move.germinate(f"{self.rule.feature} is {'above' if self.rule.is_above else 'below'} {self.rule.threshold:.3g}")
-        must_probe = self.rule.move is not None and state.epoch == 0
-        return Decision((*grown, *see_through(state, {action.slot for action in grown})), self.name, probe=must_probe)
+            its = move_named(self.rule.move, state)
+            if self.rule.applies(describe(state, [its])[0].tolist()):
+                side = "above" if self.rule.is_above else "below"
+                move, reason = its, f"{self.rule.feature} is {side} {self.rule.threshold:.3g}"
+        return make_move(state, move, reason, about=self.name, probe=self.rule.move is not None and state.epoch == 0)
 
 
 def choose_rule(features: Mapping[str, Matrix], worths: Mapping[str, Matrix]) -> Rule:
@@ -213,7 +213,7 @@ def eval_setting(cell: Cell, task: Task, *, device: torch.device, rows: int) -> 
 def make_case(cell: Cell, task: Task, name: str, seed: int, price: float | None, controller: Controller) -> EvalCase:
     """Return a host of a cell to train. Without a price, the rent is 0."""
     setting = cell.host_config(seed, len(task.train), rent=rent_at(price or 0.0))
-    return EvalCase(name, setting, controller, None if price is None else str(price))
+    return EvalCase(name, setting, controller, price)
 
 
 def gains(runs: Sequence[EvalRun], part: str) -> list[float]:
@@ -241,7 +241,7 @@ def compare_cell(
     group: str = "",
     on_progress: OnProgress = _ignore,
 ) -> list[Record]:
-    """Train the hosts of all contestants and controls in one cell, and return a record of each, and a last one of the cell.
+    """Train the hosts of all contestants and controls in one cell. Return a record of each host, and a last record of the cell.
 
     `controllers` holds the given contestants: name -> function that makes a new controller for a host, given the price. The records depend
     on nothing outside this cell, so the cells of a comparison can be split over processes.
@@ -273,9 +273,9 @@ def compare_cell(
     left_out: list[EvalRun] = []
     if setting.controls:
         # Leave out final networks that cannot grow at the start: those with slots that opened again, and those that came out otherwise.
-        wanted = {(run.seed, run.level): run for run in ours}
-        found = [run for run in found if run.controller != "final" or _is_same_network(run, wanted[run.seed, run.level])]
-        trained = {(run.seed, run.level) for run in found if run.controller == "final"}
+        wanted = {(run.seed, run.price): run for run in ours}
+        found = [run for run in found if run.controller != "final" or _is_same_network(run, wanted[run.seed, run.price])]
+        trained = {(run.seed, run.price) for run in found if run.controller == "final"}
         left_out = [run for key, run in wanted.items() if key not in trained]
         found += _grid(ours, case, cell, evaluation, partial(on_progress, f"{where}: widths"))
 
@@ -301,7 +301,7 @@ def _given(make: Callable[[float], Controller]) -> Contestant:
 
 
 def _name(run: EvalRun) -> Record:
-    return {"contestant": run.controller, "price": None if run.level is None else float(run.level), "host_seed": run.seed}
+    return {"contestant": run.controller, "price": run.price, "host_seed": run.seed}
 
 
 def _result(run: EvalRun, never: EvalRun) -> Record:
@@ -325,7 +325,7 @@ def _moves_to_match(ours: Sequence[EvalRun], setting: CompareSetting, streams: S
     """Return (seed, price) -> random moves: at each price in total as many as in the runs of the compared contestant."""
     moves: dict[tuple[int, float], int] = {}
     for price in setting.prices:
-        total = sum(len(plan_of(run.trace)) for run in ours if run.level == str(price))
+        total = sum(len(plan_of(run.trace)) for run in ours if run.price == price)
         parts = spread(total, setting.host_seeds, streams.numpy(f"spread {price}"))
         moves |= {(seed, price): count for seed, count in parts.items()}
     return moves
@@ -340,14 +340,14 @@ def _with_horizon(case: EvalCase, decisions: int) -> EvalCase:
 
 def _longer(run: EvalRun, never: EvalRun, case: Callable[..., EvalCase]) -> EvalCase:
     """Return the host of a run without growth, trained for as many FLOPs; `never` shows what a decision costs."""
-    one = case("longer", run.seed, float(str(run.level)), Never())
+    one = case("longer", run.seed, run.price, Never())
     return _with_horizon(one, math.ceil(run.total_flops * never.horizon / never.total_flops))
 
 
 def _final(run: EvalRun, never: EvalRun, case: Callable[..., EvalCase]) -> EvalCase:
     """Return the final network of a run from the start, trained for as many FLOPs."""
     plan = Planned([(0, slot, blueprint) for slot, blueprint in run.kept])
-    one = replace(case("final", run.seed, float(str(run.level)), plan), is_static=True)
+    one = replace(case("final", run.seed, run.price, plan), is_static=True)
     times = 1 + run.added_flops / run.flops_per_sample
     return _with_horizon(one, math.ceil(run.total_flops * never.horizon / (times * never.total_flops)))
 
@@ -380,7 +380,7 @@ def _grid(
         cost = discover(evaluation.task.make_host(name, seed=0), evaluation.task.example_input).host
         steps = max(round(cell.steps_per_decision * ours[0].flops_per_sample / cost.flops), 1)
         cases = [
-            replace(_with_horizon(case(f"grid {factor}", run.seed, float(str(run.level)), Never()), decisions), is_measured=False)
+            replace(_with_horizon(case(f"grid {factor}", run.seed, run.price, Never()), decisions), is_measured=False)
             for run in ours
             if (decisions := int(run.total_flops / len(WIDTHS) / (3 * cost.flops * cell.batch_size * steps)))
         ]
@@ -471,7 +471,7 @@ def compare(config: CompareConfig, load: Load, *, on_progress: OnProgress = _ign
             device=device,
             seed=config.seed,
         )
-        controllers = {name: partial(_new_copy, file) for name, file in files.items()}
+        controllers = {name: partial(new_copy, file) for name, file in files.items()}
         records = [
             record
             for number, cell in enumerate(cells_of(config))
@@ -480,9 +480,9 @@ def compare(config: CompareConfig, load: Load, *, on_progress: OnProgress = _ign
     return Comparison(records, config.prices, blind, compared, notes)
 
 
-def _new_copy(file: Any, price: float) -> Controller:
-    controller: Controller = file.new_copy()
-    return controller
+def new_copy(controller: Learned, price: float) -> Controller:
+    """Return the controller for a new host. It sees the price in the state."""
+    return controller.new_copy()
 
 
 def rule_text(rule: Rule) -> str:

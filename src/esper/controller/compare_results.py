@@ -84,7 +84,7 @@ def by_contestant(records: Iterable[Record], *, prices: Sequence[float], blind: 
 
 
 def of_whole_cells(records: Iterable[Record]) -> list[Record]:
-    """Return the records of the cells that are there as a whole. A comparison that was killed may have left a part of one in a file."""
+    """Return the records of complete cells. The file of a comparison that was killed may end within a cell."""
     parts: dict[int, list[Record]] = defaultdict(list)
     whole: dict[int, list[Record]] = {}
     for record in records:
@@ -149,7 +149,7 @@ def differences(ours: Hosts, theirs: Hosts, price: float) -> dict[int, float]:
 
 
 def lower_bounds(hosts: Hosts, price: float, *, level: float = 0.05) -> dict[int, float]:
-    """Return a lower bound of the mean result of every cell; all of them hold together with a probability of 1 - level.
+    """Return a lower bound of the mean result of each cell. With a probability of 1 - level, all of these bounds hold.
 
     They are one-sided Student bounds over the hosts of a cell, with Bonferroni's correction for the number of cells.
     """

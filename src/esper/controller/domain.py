@@ -24,8 +24,8 @@ SEED_LIMIT = 2**31  # host seeds are below this, so that every random generator 
 
 
 @dataclass(frozen=True, slots=True)
-class HostSeeds:
-    """What is drawn for one host of a cell."""
+class DrawnHost:
+    """Random seeds and rent of one host of a cell."""
 
     seed: int  # hosts of the same seed share a twin
     growth_seed: int
@@ -37,7 +37,7 @@ class FleetSetting:
     """A cell and the hosts of one fleet."""
 
     cell: Cell
-    hosts: tuple[HostSeeds, ...]
+    hosts: tuple[DrawnHost, ...]
 
     @property
     def horizon(self) -> int:
@@ -62,7 +62,7 @@ def draw_round(config: ControllerConfig, *, round_number: int, seed: int) -> lis
     ]
 
 
-def draw_hosts(domain: DomainConfig, count: int, *, hosts_per_twin: int, streams: Streams) -> tuple[HostSeeds, ...]:
+def draw_hosts(domain: DomainConfig, count: int, *, hosts_per_twin: int, streams: Streams) -> tuple[DrawnHost, ...]:
     """Draw the seeds of hosts, one for each group with a common twin, and for every host a seed of its growth and a price."""
     seeds = _draw_seeds(streams, math.ceil(count / hosts_per_twin), "host seeds")
     growth_seeds = _draw_seeds(streams, count, "growth seeds")
@@ -70,7 +70,7 @@ def draw_hosts(domain: DomainConfig, count: int, *, hosts_per_twin: int, streams
     prices = np.exp(streams.numpy("price").uniform(low, high, size=count))
     drawn = zip(growth_seeds, prices, strict=True)
     return tuple(
-        HostSeeds(seeds[number // hosts_per_twin], growth_seed, rent_at(float(price))) for number, (growth_seed, price) in enumerate(drawn)
+        DrawnHost(seeds[number // hosts_per_twin], growth_seed, rent_at(float(price))) for number, (growth_seed, price) in enumerate(drawn)
     )
 
 

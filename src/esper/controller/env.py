@@ -25,7 +25,7 @@ from esper.controller.config import ControllerConfig, rent_level
 from esper.controller.domain import FleetSetting, draw_round
 from esper.controller.events import BlueprintCount, HostEnded, RoundEnded
 from esper.controller.fleet_with_twins import FleetWithTwins
-from esper.controller.layout import MOVE_NAMES, decision, observe, options, spec
+from esper.controller.layout import MOVE_NAMES, observe, policy_decision, spec
 from esper.controller.reward import TERMS, HostStanding, potential, rewards
 from esper.fleet.data import TaskTensors
 from esper.fleet.kernels import compiled_kernels
@@ -133,9 +133,8 @@ class GrowthEnv:
         decisions: dict[int, Decision] = {}
         for row, (state, choice) in enumerate(zip(twinned.states(), chosen, strict=True)):
             if was_alive[row]:
-                name = MOVE_NAMES[choice]
-                decisions[row] = decision(state, options(state)[name], f"the policy makes the move {name}")
-                self._move_counts[number][name] += 1
+                decisions[row] = policy_decision(state, choice)
+                self._move_counts[number][MOVE_NAMES[choice]] += 1
         twinned.decide(decisions)
 
         # Train up to the next decision, or finish the hosts after the last one, and pay the change of their standing.

@@ -29,7 +29,7 @@ class EvalCase:
     name: str  # of the controller in the tables
     setting: HostConfig
     controller: Controller
-    level: str | None = None  # price of rent that the controller sees, as text; None if it makes no difference
+    price: float | None = None  # of the rent that the controller sees; None if it makes no difference
     is_static: bool = False  # fossilize all seeds at once, without a measurement
     is_measured: bool = True  # count the FLOPs of validation, because decisions depend on it
 
@@ -40,7 +40,7 @@ class EvalRun(msgspec.Struct, frozen=True, kw_only=True):
     task: str
     host: str  # channels of its blocks
     controller: str
-    level: str | None  # price of rent that the controller saw, as text; None if it makes no difference
+    price: float | None  # of the rent that the controller saw; None if it makes no difference
     seed: int
     horizon: int
     test_loss: float  # nats
@@ -125,7 +125,7 @@ def _result(eval_setting: EvalSetting, fleet: Fleet, row: int, case: EvalCase, t
         task=eval_setting.task.name,
         host=eval_setting.host,
         controller=case.name,
-        level=case.level,
+        price=case.price,
         seed=case.setting.seed,
         horizon=case.setting.horizon,
         test_loss=test_loss,

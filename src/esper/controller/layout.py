@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 
 from esper.controller.config import MOVES, UNTIL, rent_at
 from esper.controller.features import HOST, MOVE, ObservedMove
-from esper.controller.plans import NOTHING, Move, moves
-from esper.growth.controllers.baselines import see_through
-from esper.growth.lifecycle.stages import Action, Cost, Decision, GrowthState
+from esper.controller.plans import NOTHING, Move, make_move, move_named, moves
+from esper.growth.lifecycle.stages import Cost, Decision, GrowthState
 from esper.growth.measure.contribution import rent_of, total
 from esper.vecenv import ActionSpec, Discrete, Masks, Obs, ObservationSpec, TensorSpec
 
@@ -102,7 +101,11 @@ def observe(states: Sequence[GrowthState]) -> tuple[Obs, Masks]:
 
 def decision(state: GrowthState, move: Move, why: str) -> Decision:
     """Return the decision to make a move. Seeds are raised and kept as early as possible, and candidates are probed before every move."""
-    actions: list[Action] = move.germinate(why)
-    actions += see_through(state, {action.slot for action in actions})
     must_probe = state.epoch + 1 <= last_epoch_of_moves(state) and any(slot.candidates for slot in state.slots)
-    return Decision(tuple(actions), why, probe=must_probe)
+    return make_move(state, move, why, about=why, probe=must_probe)
+
+
+def policy_decision(state: GrowthState, choice: int) -> Decision:
+    """Return the decision for an action of a policy: the number of a possible move."""
+    name = MOVE_NAMES[choice]
+    return decision(state, move_named(name, state), f"the policy makes the move {name}")

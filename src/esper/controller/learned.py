@@ -18,7 +18,7 @@ from torch import Tensor
 
 import esper
 from esper.controller.config import MoveNetworkConfig
-from esper.controller.layout import LAYOUT_VERSION, MOVE_NAMES, decision, observe, options
+from esper.controller.layout import LAYOUT_VERSION, observe, policy_decision
 from esper.controller.network import MoveEncoder, make_policy
 from esper.controller.value import ValueController, ValueModel
 from esper.files import FileError, parse_json, reason_of, write_file
@@ -132,8 +132,7 @@ class Learned:
         obs, masks = observe([state])
         generator = None if self._streams is None else self._streams.torch("actions")
         actions, self._memory = self.trained.act(obs, self._memory, masks=masks, generator=generator)
-        name = MOVE_NAMES[int(actions["move"])]
-        return decision(state, options(state)[name], f"the policy makes the move {name}")
+        return policy_decision(state, int(actions["move"]))
 
     def state_dict(self) -> dict[str, Any]:
         return {

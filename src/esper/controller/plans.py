@@ -12,7 +12,7 @@ Seeds are raised in one way: advanced and kept as early as the gates allow (see 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -48,9 +48,9 @@ NOTHING = Move("nothing")
 
 def moves(state: GrowthState) -> list[Move]:
     """Return the moves that are possible now. Of those that would grow the same, only the first is returned."""
-    found: list[Move] = []
+    possible, found = _possible_choices(state), list[Move]()
     for name in MOVES:
-        move = move_named(name, state)
+        move = _named(name, possible, _allowance(state))
         if move.choices and all(move.choices != other.choices for other in found):
             found.append(move)
     return found
@@ -58,20 +58,38 @@ def moves(state: GrowthState) -> list[Move]:
 
 def move_named(name: str, state: GrowthState) -> Move:
     """Return a move by its name, as far as the slots and the budget allow it now."""
-    allowed = Allowance(state.seeds_left, state.parameters_left, state.flops_left)
+    return NOTHING if name == NOTHING.name else _named(name, _possible_choices(state), _allowance(state))
 
-    def possible(*blueprints: str) -> list[Choice]:
-        return [
-            (slot, candidate)
-            for blueprint in blueprints
-            for slot in state.slots
-            for candidate in slot.candidates
-            if candidate.blueprint == blueprint and may_germinate(slot, allowed.refusal(candidate.cost)).passed
-        ]
 
+def make_move(state: GrowthState, move: Move, reason: str, *, about: str = "", probe: bool = False) -> Decision:
+    """Return the decision to make a move, and to raise and keep all seeds as early as the gates allow.
+
+    `reason` is that of the new seeds, `about` that of the whole decision.
+    """
+    grown = move.germinate(reason)
+    return Decision((*grown, *see_through(state, {action.slot for action in grown})), about, probe=probe)
+
+
+def _allowance(state: GrowthState) -> Allowance:
+    return Allowance(state.seeds_left, state.parameters_left, state.flops_left)
+
+
+def _possible_choices(state: GrowthState) -> dict[str, list[Choice]]:
+    """Return blueprint -> the slots in which it may germinate, each alone."""
+    allowed = _allowance(state)
+    found: dict[str, list[Choice]] = {}
+    for slot in state.slots:
+        for candidate in slot.candidates:
+            if may_germinate(slot, allowed.refusal(candidate.cost)).passed:
+                found.setdefault(candidate.blueprint, []).append((slot, candidate))
+    return found
+
+
+def _named(name: str, possible: Mapping[str, list[Choice]], allowed: Allowance) -> Move:
     wanted: list[Choice] = []
     for part in name.split(" and "):
-        wanted += possible(*BRANCHES) if part == "deep" else longest_rows(possible(part)) if part in WIDENINGS else possible(part)
+        some = [choice for blueprint in (BRANCHES if part == "deep" else (part,)) for choice in possible.get(blueprint, [])]
+        wanted += longest_rows(some) if part in WIDENINGS else some
     return Move(name, _affordable(wanted, allowed))
 
 
@@ -96,7 +114,7 @@ def _affordable(wanted: Iterable[Choice], allowed: Allowance) -> tuple[Choice, .
     return tuple(chosen.values())
 
 
-Record = Callable[[GrowthState, Move], Any]
+OnMove = Callable[[GrowthState, Move], Any]
 
 
 def _record_nothing(state: GrowthState, move: Move) -> None:
@@ -112,21 +130,19 @@ class ConstantPlan:
 
     move: str | None = None
     at: float = 0.0
-    record: Record = _record_nothing
+    record: OnMove = _record_nothing
 
     @property
     def name(self) -> str:
         return "never" if self.move is None else f"{self.move} at {self.at:g}"
 
     def decide(self, state: GrowthState) -> Decision:
-        grown: list[Action] = []
-        when = max(round(self.at * (state.epochs or 0)), 1)
+        move, when = NOTHING, max(round(self.at * (state.epochs or 0)), 1)
         if state.epoch == when:
-            move = NOTHING if self.move is None else move_named(self.move, state)
+            move = move_named(self.move or NOTHING.name, state)
             self.record(state, move)
-            grown = move.germinate(f"planned: {self.name}")
         must_probe = self.move is not None and state.epoch + 1 == when and self.record is not _record_nothing
-        return Decision((*grown, *see_through(state, {action.slot for action in grown})), self.name, probe=must_probe)
+        return make_move(state, move, f"planned: {self.name}", about=self.name, probe=must_probe)
 
 
 CONSTANT_PLANS = (
@@ -141,7 +157,7 @@ class RandomPlan:
     """Makes 1 to 3 random moves, rather early, and tells `record` each with the state before it, and when it makes no more."""
 
     seed: int
-    record: Record = _record_nothing
+    record: OnMove = _record_nothing
     name: str = "random"
     _times: list[int] = field(default_factory=list)  # of the moves, then the one at which it is recorded that nothing more grows
 
@@ -149,15 +165,14 @@ class RandomPlan:
         rng = Streams(self.seed).numpy(f"decision {state.epoch}")
         if not self._times:
             self._times = self._draw_times(state.epochs or 0, rng)
-        grown: list[Action] = []
+        move = NOTHING
         if state.epoch in self._times[:-1] and (options := moves(state)):
             move = options[rng.integers(len(options))]
             self.record(state, move)
-            grown = move.germinate("drawn at random")
         elif state.epoch == self._times[-1]:
             self.record(state, NOTHING)
         must_probe = state.epoch + 1 in self._times and any(slot.candidates for slot in state.slots)
-        return Decision((*grown, *see_through(state, {action.slot for action in grown})), self.name, probe=must_probe)
+        return make_move(state, move, "drawn at random", about=self.name, probe=must_probe)
 
     def _draw_times(self, epochs: int, rng: np.random.Generator) -> list[int]:
         count = 1 + int(rng.choice(3, p=[0.55, 0.3, 0.15]))
@@ -177,10 +192,9 @@ class RandomMoves:
     _due: int = 0  # moves whose time has come
 
     def decide(self, state: GrowthState) -> Decision:
-        grown: list[Action] = []
+        move = NOTHING
         self._due += state.epoch in self.times
         if self._due and (options := moves(state)):
             move = options[Streams(self.seed).numpy(f"decision {state.epoch}").integers(len(options))]
-            grown = move.germinate("drawn at random")
             self._due -= 1
-        return Decision((*grown, *see_through(state, {action.slot for action in grown})), self.name)
+        return make_move(state, move, "drawn at random", about=self.name)

@@ -136,10 +136,10 @@ class ValueModel(nn.Module):
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted model, and how it does in cells that its members have not seen."""
+    """A fitted model, and its R² in cells that its members have not seen."""
 
     model: ValueModel
-    r2: float  # share of the variance of gains that is predicted there
+    r2: float  # of the gains
 
 
 def fit(
@@ -178,7 +178,7 @@ def fit(
 
 
 def _bootstrap_counts(cells: Sequence[int], rng: np.random.Generator) -> Tensor:
-    """Return how often every record is in the sample of every member [E, M]. All records of a cell are drawn together."""
+    """Return how often the sample of each member contains each record [E, M]. All records of a cell are drawn together."""
     names, of_record = np.unique(cells, return_inverse=True)
     counts = np.stack([np.bincount(rng.integers(len(names), size=len(names)), minlength=len(names)) for _ in range(MEMBERS)])
     return torch.from_numpy(counts[:, of_record].astype(np.float32))

@@ -1,9 +1,10 @@
 """How much of a classification can be learned at all: the loss of a readout of random features of the inputs.
 
 It tells a controller whether a high loss is that of a small network, or of wrong labels and hard data. A linear readout of random features
-is fitted to three quarters of the samples by ridge regression, and measured on the rest. This needs no network and takes about 50 ms.
+is fitted to three quarters of the samples by ridge regression, and measured on the rest. This needs no network and takes 35 ms for small
+images.
 
-Shapes: S = samples, I = numbers of an input, C = classes.
+Shapes: S = samples, I = numbers of an input.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class ReadoutSamples:
     def __init__(self) -> None:
         self._inputs: list[Tensor] = []
         self._classes: list[Tensor] = []
-        self._columns: Tensor | None = None  # of the inputs that are used
+        self._size = 0  # numbers of an input
         self._is_possible = True
 
     @property
@@ -43,13 +44,14 @@ class ReadoutSamples:
             self._is_possible = False
             return
         flat = inputs.detach()[:missing].flatten(1)
-        if self._columns is None:
-            order = torch.randperm(flat.shape[1], generator=torch.Generator().manual_seed(0))
-            self._columns = order[:MOST_INPUTS].sort().values
-        if int(self._columns.max()) >= flat.shape[1] or (self._inputs and min(flat.shape[1], MOST_INPUTS) != self._inputs[0].shape[1]):
+        self._size = self._size or flat.shape[1]
+        if flat.shape[1] != self._size:
             self._is_possible = False  # inputs of different sizes
             return
-        self._inputs.append(flat[:, self._columns.to(flat.device)].cpu().double())
+        if self._size > MOST_INPUTS:
+            order = torch.randperm(self._size, generator=torch.Generator().manual_seed(0))
+            flat = flat[:, order[:MOST_INPUTS].sort().values.to(flat.device)]
+        self._inputs.append(flat.cpu().double())
         self._classes.append(targets.detach()[:missing].cpu().long())
 
     def loss(self) -> float | None:
@@ -74,11 +76,11 @@ def readout_loss(inputs: Tensor, classes: Tensor) -> float | None:
     if len(classes) < LEAST_SAMPLES or not inputs.isfinite().all():
         return None
     found, numbers = torch.unique(classes, return_inverse=True)
+    if len(found) < 2 or not inputs.shape[1]:
+        return None
     fitted = len(classes) * 3 // 4
     share = torch.bincount(numbers, minlength=len(found)).double() / len(numbers)
     constant = -(share * share.log()).sum()
-    if len(found) < 2 or not inputs.shape[1]:
-        return None
     features = _random_features(inputs, fitted)
     wanted = F.one_hot(numbers, len(found)).double() - share
     products, targets = features[:fitted].T @ features[:fitted], features[:fitted].T @ wanted[:fitted]
