@@ -60,11 +60,11 @@ from growth_runs import run_all
 from records import RESULTS, Output, Record
 
 PRICES = (0.003, 0.01, 0.03, 0.1)
-TRAINED = DomainConfig(sources=("digits", "teacher", "text"), families=("conv", "mlp", "gpt"), horizon=(8, 24))
+TRAINED = DomainConfig(sources=("digits", "teacher", "digits", "teacher", "text"), families=("conv", "mlp", "gpt"), horizon=(8, 24))
 COMPARED = {
     "another source": DomainConfig(sources=("digits-1d",), families=("conv", "mlp"), horizon=(8, 24)),
     "another family": DomainConfig(sources=("digits", "teacher"), families=("residual",), horizon=(8, 24)),
-    "longer": msgspec.structs.replace(TRAINED, horizon=(32, 48), samples_of_a_life=(300_000, 600_000)),
+    "longer": msgspec.structs.replace(TRAINED, horizon=(32, 48), samples_of_a_life=(150_000, 600_000), most_steps=6_400),
     "as trained on": TRAINED,
 }
 FIRST_SEED = {"lives": 20_000, "compare": 5_000}  # of the hosts; those of comparisons are below HELD_OUT_SEEDS
@@ -100,6 +100,8 @@ def live(number: int, *, folder: Path, device: str, seeds: int, plans: int, seed
     np.savez(folder / f"cell_{number}.npz", **columns)
     about = {"what": "lives", "cell": number, "seed": seed, **msgspec.to_builtins(cell)}
     results = plan_results(runs[: len(constant_plans)], constant_plans)
+    if device == "cuda":
+        torch.cuda.empty_cache()  # for the processes beside this one
     return [{**about, "hosts": len(runs), "seconds": time.perf_counter() - began, "mean_gain": fmean(found), **results}]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -109,7 +110,10 @@ Job = Callable[[], list[Record]]
 
 
 def run_all(jobs: Sequence[Job], *, processes: int, output: Output) -> list[Record]:
-    """Runs them in worker processes, or here for one process, and writes the records of each as it ends."""
+    """Runs them in worker processes, or here for one process, and writes the records of each as it ends.
+
+    A job that fails does not stop the others: its error is printed, and at the end the first one is raised.
+    """
     return [record for records in _answers(jobs, processes) for record in _written(records, output)]
 
 
@@ -119,8 +123,15 @@ def _answers(jobs: Sequence[Job], processes: int) -> Iterator[list[Record]]:
         yield from (job() for job in jobs)
         return
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        failed: list[BaseException] = []
         for future in as_completed([pool.submit(job) for job in jobs]):
-            yield future.result()
+            if error := future.exception():
+                traceback.print_exception(error)
+                failed.append(error)
+            else:
+                yield future.result()
+    if failed:
+        raise failed[0]
 
 
 def _written(records: list[Record], output: Output) -> list[Record]:

@@ -108,6 +108,8 @@ def draw_cell(domain: DomainConfig, *, number: int, seed: int) -> Cell:
     width, blocks = _draw_integer(rng, *domain.width), _draw_integer(rng, *domain.blocks)
     if family == "mlp":
         blocks = min(blocks, max(MOST_MLP_BLOCKS, domain.blocks[0]))
+    horizon = max(min(horizon, domain.most_decisions // blocks), domain.horizon[0])
+    steps = min(samples // batch, domain.most_steps // blocks)  # deep hosts take shorter trainings, because each step costs more
     classes, noise = int(rng.integers(*domain.classes, endpoint=True)), float(rng.uniform(*domain.label_noise))
     cell = Cell(
         source=source,
@@ -121,7 +123,7 @@ def draw_cell(domain: DomainConfig, *, number: int, seed: int) -> Cell:
         learning_rate=float(f"{_draw(rng, *LEARNING_RATES[optimizer]):.3g}"),
         schedule=domain.schedules[rng.integers(len(domain.schedules))],
         batch_size=batch,
-        steps_per_decision=max(samples // (batch * horizon), 1),
+        steps_per_decision=max(steps // horizon, 1),
         horizon=horizon,
     )
     return cell if source == "teacher" else msgspec.structs.replace(cell, teacher=TEACHER)

@@ -71,7 +71,7 @@ class ControllerRewardConfig(Config):
 class DomainConfig(Config):
     """Ranges that cells and rents are drawn from, [least, most], log-uniform unless noted. Names and numbers outside them are held out."""
 
-    sources: tuple[str, ...] = ("digits", "digits-1d", "text", "teacher")
+    sources: tuple[str, ...] = ("digits", "digits-1d", "text", "teacher")  # take turns; one that is named twice is drawn twice as often
     families: tuple[Family, ...] = ("conv", "residual", "mlp", "gpt")
     width: tuple[PositiveInt, PositiveInt] = (2, 32)  # of the first block
     blocks: tuple[PositiveInt, PositiveInt] = (1, 8)
@@ -84,12 +84,14 @@ class DomainConfig(Config):
     batch_size: tuple[Count, Count] = (32, 128)
     horizon: tuple[PositiveInt, PositiveInt] = (8, 32)  # decisions
     samples_of_a_life: tuple[PositiveInt, PositiveInt] = (40_000, 300_000)  # of a whole training; the steps between decisions follow
+    most_steps: PositiveInt = 3_200  # training steps of a host of one block; the most for one of b blocks is 1 / b of it
+    most_decisions: PositiveInt = 64  # likewise of its decisions, but no fewer than the least of `horizon`
     price: tuple[PositiveFloat, PositiveFloat] = (0.003, 0.1)  # of the rent, for e times the parameters, in units of the loss scale
 
     def check(self) -> None:
         for name in ("sources", "families", "optimizers", "schedules"):
             given = getattr(self, name)
-            if not given or len(set(given)) < len(given):
+            if not given or (len(set(given)) < len(given) and name != "sources"):
                 raise ConfigError(name, expected="names, at least one and each once", got=given)
         for name in ("width", "blocks", "samples", "classes", "label_noise", "batch_size", "horizon", "samples_of_a_life", "price"):
             least, most = getattr(self, name)
