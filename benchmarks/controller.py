@@ -16,7 +16,8 @@ each by PPO, on cells of the same kinds: training_1/controller.safetensors and s
 `compare` compares the controllers in the folder with one another and with all other contestants and controls of `esper.controller.compare`,
 at four prices of rent, in other cells. These are in turn on digits-1d, of residual hosts, of longer trainings, and of the kinds that were
 trained on. Blind plans and rules are chosen on the cells in the folder. Cells that are in the output already are kept, so a comparison that
-was stopped goes on. `tables` prints the tables of the cells that are there.
+was stopped goes on. Trainings of one kind, such as learned 1 to learned 5, are joined, with intervals over cells and trainings; random
+moves and controls at equal FLOPs follow the first of them. `tables` prints the tables of the cells that are there.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from esper.controller.compare import (
     size,
 )
 from esper.controller.compare_results import Comparison, blind_plans, of_whole_cells
+from esper.controller.compare_tables import tables
 from esper.controller.config import ControllerConfig, DomainConfig
 from esper.controller.evaluation import EvalCase, run_cases
 from esper.controller.learned import load_controller, save_controller
@@ -177,7 +179,7 @@ def show(records: Sequence[Record], chosen: Record) -> Record:
     """Print the tables of a comparison, and return the statistics as a record."""
     blind = {float(price): name for price, name in chosen["blind"].items()}
     comparison = Comparison(of_whole_cells(records), PRICES, blind, chosen["compared"])
-    print(comparison.tables())
+    print(tables(comparison))
     statistics = comparison.to_builtins()
     del statistics["records"]
     return {"what": "summary", **statistics}

@@ -10,15 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
-EXACT_PAIRS = 12  # up to this many pairs, all sign flips are enumerated instead of sampled
 LEAST_COUNT = 1.5  # effective number of values below which an interval is infinite
-RESAMPLED_AT_ONCE = 1 << 20  # numbers that a bootstrap or permutation test draws at once; bounds its memory
+RESAMPLED_AT_ONCE = 1 << 20  # numbers that a bootstrap draws at once; bounds its memory
 
 
 # Intervals
@@ -62,10 +60,44 @@ def bootstrap_interval(values: ArrayLike, *, confidence: float = 0.95, resamples
 
 def student_interval(values: ArrayLike, *, confidence: float = 0.95) -> Interval:
     """Return Student's t interval of the mean. It is exact for normal values, and the one to use for a handful of seeds."""
-    sample = _sample(values)
-    estimate, error = float(sample.mean()), float(sample.std(ddof=1)) / math.sqrt(len(sample))
-    reach = student_quantile((1 + _confidence(confidence)) / 2, len(sample) - 1) * error
+    return crossed_interval(_sample(values)[:, None], confidence=confidence)
+
+
+def crossed_interval(ours: ArrayLike, theirs: ArrayLike = 0.0, *, confidence: float = 0.95) -> Interval:
+    """Return the interval of the mean of `ours` [C, T] - `theirs` [C, U], with a row for each of the same cells and a column per training.
+
+    Cells and trainings are samples of those that there could have been, and every training is compared in every cell. With other cells, the
+    mean would vary by the variance of the cells' means / C; with other trainings, by the variance of the trainings' means / T, and / U. The
+    square of the standard error is the sum of these parts, and its degrees of freedom are those of Satterthwaite. What a training does in
+    one cell only is counted in two parts, so the interval is a little too wide where that is much.
+
+    A single training, or a single number, has no part of its own: the interval is Student's over cells, and holds for that training only.
+    Two trainings tell little of how trainings vary: if that is most of the variance, 95 % intervals cover the mean in 86 % of simulated
+    studies only. With five trainings they do in 94 % or more.
+
+    >>> print(crossed_interval([[1.0], [2.0], [4.0]]), "=", student_interval([1.0, 2.0, 4.0]))
+    2.333 [-1.461, 6.128] = 2.333 [-1.461, 6.128]
+    >>> print(crossed_interval([[0.0, 2.0], [1.0, 3.0], [3.0, 5.0]]))  # the same means of cells, but trainings differ
+    2.333 [-2.538, 7.204]
+    """
+    estimate, error, freedom = _crossed(ours, theirs)
+    reach = student_quantile((1 + _confidence(confidence)) / 2, freedom) * error
     return Interval(estimate, estimate - reach, estimate + reach)
+
+
+def _crossed(ours: ArrayLike, theirs: ArrayLike) -> tuple[float, float, float]:
+    """Return the mean of `ours` - `theirs`, its standard error, and the degrees of freedom of that error."""
+    first, second = (np.asarray(values, dtype=np.float64) for values in (ours, theirs))
+    second = np.broadcast_to(second, (len(first), 1)) if second.ndim == 0 else second
+    for values in (first, second):
+        if values.ndim != 2 or len(values) != len(first) or len(values) < 2 or not values.size or not np.isfinite(values).all():
+            raise ValueError(f"an interval needs finite numbers for at least two cells, the same in both; got {ours!r} and {theirs!r}")
+    cells = first.mean(axis=1) - second.mean(axis=1)  # [C]
+    samples = [cells, *(values.mean(axis=0) for values in (first, second) if values.shape[1] > 1)]
+    parts = [(float(sample.var(ddof=1)) / len(sample), len(sample) - 1) for sample in samples]  # (variance of the mean, its freedom)
+    total = sum(part for part, _ in parts)
+    freedom = 1 / sum((part / total) ** 2 / own for part, own in parts) if total > 0 else len(cells) - 1
+    return float(cells.mean()), math.sqrt(total), freedom
 
 
 def weighted_interval(values: ArrayLike, weights: ArrayLike, *, confidence: float = 0.95) -> Interval:
@@ -181,27 +213,6 @@ def _student(value: float, freedom: float) -> tuple[float, float]:
 # Tests
 
 
-def paired_p_value(ours: ArrayLike, theirs: ArrayLike, *, resamples: int = 10_000, rng: np.random.Generator) -> float:
-    """Return the two-sided p-value of the hypothesis "neither is better", by a sign-flip permutation test.
-
-    It is the share of sign flips of the differences that give a mean at least as far from 0. Up to 12 pairs all flips are counted, so it is
-    exact and at least 2 / 2ⁿ (five pairs cannot get below 0.0625). Above, flips are sampled.
-    """
-    differences = _differences(ours, theirs)
-    pairs = len(differences)
-
-    def totals(flips: NDArray[Any]) -> Floats:  # [rows, pairs] of 0 and 1
-        found: Floats = np.abs((1 - 2 * flips) @ differences)
-        return found
-
-    at_least = abs(differences.sum()) - 1e-12 * np.abs(differences).sum()  # tolerance for the rounding of sums in another order
-    if pairs <= EXACT_PAIRS:
-        every = np.arange(2**pairs)[:, None] >> np.arange(pairs) & 1
-        return float((totals(every) >= at_least).mean())
-    sampled = _in_chunks(lambda rows: totals(rng.integers(2, size=(rows, pairs))), resamples, width=pairs)
-    return float((1 + np.count_nonzero(sampled >= at_least)) / (1 + resamples))
-
-
 def student_p_value(differences: ArrayLike) -> float:
     """Return the two-sided p-value of Student's t test that the mean of the differences is 0; it fits `student_interval`.
 
@@ -209,11 +220,15 @@ def student_p_value(differences: ArrayLike) -> float:
     >>> abs(low) < 1e-9
     True
     """
-    sample = _sample(differences)
-    mean, error = abs(float(sample.mean())), float(sample.std(ddof=1)) / math.sqrt(len(sample))
+    return crossed_p_value(_sample(differences)[:, None])
+
+
+def crossed_p_value(ours: ArrayLike, theirs: ArrayLike = 0.0) -> float:
+    """Return the two-sided p-value of the hypothesis that the mean of `ours` - `theirs` is 0; it fits `crossed_interval`."""
+    estimate, error, freedom = _crossed(ours, theirs)
     if error == 0:
-        return 1.0 if mean == 0 else 0.0
-    return max(2 * (1 - _student(mean / error, len(sample) - 1)[0]), 0.0)
+        return 1.0 if estimate == 0 else 0.0
+    return max(2 * (1 - _student(abs(estimate) / error, freedom)[0]), 0.0)
 
 
 def holm(p_values: ArrayLike) -> Floats:

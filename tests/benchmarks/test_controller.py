@@ -56,19 +56,26 @@ def test_a_model_is_fitted_to_lives_and_compared_in_other_cells(
         controller_benchmark.main(["train", "--folder", str(folder)])
     with pytest.raises(SystemExit, match="there is no controller in"):
         controller_benchmark.main(["compare", "--folder", str(folder), "--out", str(out)])
-    controller_benchmark.main(["fit", "--folder", str(folder)])
+    controller_benchmark.main(["fit", "--folder", str(folder), "--trainings", "2"])
     controller_benchmark.main(["train", "--folder", str(folder), "--rounds", "1", "--hosts-at-once", "4", "--jobs", "1"])
     of_compare = ["compare", "--folder", str(folder), "--hosts", "2", "--jobs", "1", "--out", str(out), "--no-controls"]
     controller_benchmark.main([*of_compare, "--cells", "1"])
     controller_benchmark.main([*of_compare, "--cells", "2"])
     hosts, summary = [line for line in lines(out) if line.get("what") == "host"], lines(out)[-1]
-    assert len(hosts) == 2 * 2 * (len(CONSTANT_PLANS) + 1 + 5), "the first cell is not trained again"
+    assert len(hosts) == 2 * 2 * (len(CONSTANT_PLANS) + 1 + 6), "the first cell is not trained again"
     assert all(line["gain"] == 0 for line in hosts if line["contestant"] == "never")
-    names = ("learned 1", "never", "early", "random", "blind", "tuned", "rule", "heuristic", "value 1")
+    names = ("learned 1", "never", "early", "random", "blind", "tuned", "rule", "heuristic", "value")
     assert [(row["price"], row["contestant"]) for row in summary["rows"]] == [(0.1, name) for name in names]  # type: ignore[attr-defined]
     capsys.readouterr()
     controller_benchmark.main(["tables", "--out", str(out)])
-    assert "all cells (2), price 0.1" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    for part in (
+        "all cells (2), price 0.1",
+        "value (2 trainings)",
+        "have the moves and FLOPs of learned 1 alone",
+        "every training of value alone",
+    ):
+        assert part in text
 
 
 def test_without_lives_there_is_nothing_to_fit(tmp_path: Path) -> None:

@@ -1,10 +1,9 @@
-"""The comparison over cells: the statistics of hand-made records, and one small real comparison."""
+"""The comparison over cells: rules, random moves and settings, and one small real comparison."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -35,201 +34,22 @@ from esper.controller.compare import (
 from esper.controller.compare_results import (
     PLANS,
     Comparison,
-    Hosts,
     Record,
-    best_size,
-    blind_plans,
     by_contestant,
-    cell_means,
-    differences,
-    lower_bounds,
-    mutual_information,
     of_whole_cells,
-    share_of_tuning,
-    sizes_by_data,
-    tuned,
 )
+from esper.controller.compare_tables import tables
 from esper.controller.config import CompareConfig
 from esper.controller.evaluation import EvalRun
 from esper.controller.layout import FEATURES
 from esper.controller.plans import ConstantPlan, RandomMoves, move_named
 from esper.growth.controllers.baselines import see_through
 from esper.growth.lifecycle.stages import Candidate, Cost, Decision, Germinate, GrowthState
-from esper.intervals import student_interval, student_p_value
 from esper.rng import Streams
 from esper.tasks import load_task
 from tests.controller.hosts import slot, state
 
 load = cache(load_task)
-
-
-def record(contestant: str, cell: int, seed: int, gain: float, *, price: float | None = None, **fields: Any) -> Record:
-    about = {"what": "host", "group": "first", "val_gain": gain, "size": 0.0, "flops": 100, "plan": [], "training_samples": 500}
-    return {**about, "label_noise": 0.0, "cell": cell, "contestant": contestant, "price": price, "host_seed": seed, "gain": gain, **fields}
-
-
-def hosts(results: Sequence[Sequence[float]], **fields: Any) -> Hosts:
-    """Return records with these gains: a list per cell."""
-    return {(cell, seed): record("x", cell, seed, gain, **fields) for cell, row in enumerate(results) for seed, gain in enumerate(row)}
-
-
-# Statistics
-
-
-def test_means_are_over_the_hosts_of_a_cell_after_the_price_of_their_size() -> None:
-    assert cell_means(hosts([[0.2, 0.4], [1.0]], size=2.0), 0.1) == pytest.approx({0: 0.1, 1: 0.8})
-
-
-def test_differences_are_between_hosts_that_both_have() -> None:
-    ours, theirs = hosts([[0.3, 9.0], [0.5]]), hosts([[0.1], [0.7], [5.0]])
-    assert differences(ours, theirs, 0.0) == pytest.approx({0: 0.2, 1: -0.2})
-
-
-def test_lower_bounds_are_corrected_for_the_number_of_cells() -> None:
-    values = [0.1, 0.3, 0.2]
-    alone = lower_bounds(hosts([values]), 0.0)
-    both = lower_bounds(hosts([values, [1.0, 1.0, 1.0]]), 0.0)
-    assert alone[0] == pytest.approx(student_interval(values, confidence=0.9).low)
-    assert both == pytest.approx({0: student_interval(values, confidence=0.95).low, 1: 1.0})
-
-
-def test_a_plan_is_tuned_on_the_other_hosts_of_a_cell_by_validation_and_price() -> None:
-    val_gains = {name: (0.0, 0.0, 0.0) for name in PLANS}
-    val_gains |= {"widen_100 at 0": (0.5, 0.1, 0.1), "deep at 0": (0.0, 0.2, 0.2)}
-    plans = {
-        name: {
-            (0, seed): record(name, 0, seed, 7.0 * seed, val_gain=gain, size=2.0 if name == "deep at 0" else 0.0)
-            for seed, gain in enumerate(three)
-        }
-        for name, three in val_gains.items()
-    }
-
-    def chosen(price: float) -> list[str]:
-        return [one["contestant"] for one in tuned(plans, price).values()]
-
-    # Without the first host, the branches are best by validation loss; without another one, the widening is. Branches are too dear at 1.
-    assert chosen(0.0) == ["deep at 0", "widen_100 at 0", "widen_100 at 0"]
-    assert chosen(1.0) == ["widen_100 at 0"] * 3
-
-
-def test_a_grid_chooses_by_validation_and_price_and_pays_for_all_sizes() -> None:
-    sizes = [
-        record("grid 1", 0, 0, 0.1, val_gain=0.1, flops=10),
-        record("grid 2", 0, 0, 0.9, val_gain=0.2, size=1.0, flops=20),
-        record("grid 4", 0, 0, 0.0, val_gain=0.3, size=3.0, flops=30),
-    ]
-    found = [best_size(sizes, price) for price in (0.0, 0.06, 0.2)]
-    assert [(one["contestant"], one["flops"]) for one in found] == [("grid 4", 60), ("grid 2", 60), ("grid 1", 60)]
-
-
-def test_the_blind_plan_is_the_best_one_on_the_training_cells_at_every_price() -> None:
-    nothing = {name: [0.0, 0.0] for name in PLANS}
-    training = [{"constant": nothing | {"widen_700 at 0": [0.2, 4.0], "widen_100 at 0": [0.1, 0.5]}}, {"constant": nothing}]
-    assert blind_plans(training, [0.01, 0.03, 0.3]) == {0.01: "widen_700 at 0", 0.03: "widen_100 at 0", 0.3: "never"}
-
-
-def test_blind_plans_of_a_file_are_used_if_all_prices_have_one() -> None:
-    info = {"blind": {"0.003": "deep at 0", "0.1": "never"}}
-    assert blind_in_file(info, [0.003, 0.1]) == {0.003: "deep at 0", 0.1: "never"}
-    assert blind_in_file(info, [0.003, 0.01]) is None
-    assert blind_in_file({"blind": {"0.1": "no such plan"}}, [0.1]) is None
-    assert blind_in_file({}, [0.1]) is None
-
-
-def test_the_share_of_tuning_is_that_of_the_way_from_blind_if_it_is_long_enough() -> None:
-    found = {("x", 0.0): hosts([[0.25]]), ("blind", 0.0): hosts([[0.2]]), ("tuned", 0.0): hosts([[0.4]])}
-    assert share_of_tuning(found, "x", 0.0) == pytest.approx(0.25)
-    assert share_of_tuning(found | {("tuned", 0.0): hosts([[0.229]])}, "x", 0.0) is None
-
-
-def test_mutual_information_is_that_of_the_shares_and_corrected_by_miller_and_madow() -> None:
-    same = [("a", 0), ("a", 0), ("b", 1), ("b", 1)]
-    # All three entropies are 1 bit; two of them of two values each are added, and one is subtracted.
-    assert mutual_information(same) == pytest.approx((1.0, 1.0 + 1 / (8 * math.log(2))))
-    independent = [(plan, cell) for plan in "ab" for cell in range(2)]
-    assert mutual_information(independent) == pytest.approx((0.0, (1 + 1 - 3) / (8 * math.log(2))))
-    assert mutual_information([("a", 0), ("a", 1)]) == pytest.approx((0.0, 0.0))
-
-
-def test_sizes_are_averaged_by_samples_and_label_noise() -> None:
-    found = [(100, 0.0, 1.0), (100, 0.0, 3.0), (399, 0.25, 5.0), (400, 0.26, 7.0), (1_600, 0.5, 9.0)]
-    some = {
-        (0, seed): record("x", 0, seed, 0.0, training_samples=samples, label_noise=noise, size=size)
-        for seed, (samples, noise, size) in enumerate(found)
-    }
-    assert sizes_by_data(some, [100, 200, 400, 800, 1_600]) == [[2.0, None, None], [None, 5.0, None], [None, None, 7.0], [None, None, 9.0]]
-
-
-def test_a_part_of_a_cell_in_a_file_is_left_out_and_replaced_when_the_cell_is_trained_again() -> None:
-    whole = [*(record("x", 1, seed, 0.0) for seed in range(3)), {"what": "cell", "cell": 1, "records": 3}]
-    lines = [{"command": "python"}, whole[0], record("x", 0, 0, 0.0), *whole]
-    assert of_whole_cells(lines) == whole
-
-
-def comparison(**changes: Any) -> Comparison:
-    """Return four cells of two hosts and two groups. The contestant "mine" is 0.2 to 0.5 ahead of never, and blind 0.1."""
-    records = []
-    for cell in range(4):
-        group = {"group": "even" if cell % 2 == 0 else "odd"}
-        for seed in range(2):
-            for name in PLANS:
-                gain = {"deep at 0": 0.1, "norm at 0": 0.6}.get(name, 0.0)
-                records.append(record(name, cell, seed, gain, size=float(name != "never"), **group))
-            gain = 0.2 + 0.1 * cell + 0.02 * seed
-            records.append(record("mine", cell, seed, gain, price=0.0, flops=150, plan=[[cell // 2, "norm"]], **group))
-            records.append(record("heuristic", cell, seed, 0.3, price=0.0, **group))
-            records.append(record("grid 1", cell, seed, 0.0, price=0.0, **group))
-            if cell:
-                records.append(record("final", cell, seed, 0.1, price=0.0, **group))
-    left_out = [{"what": "left out", "group": "even", "contestant": "final", "cell": 0, "host_seed": seed} for seed in range(2)]
-    return replace(Comparison([*records, *left_out], [0.0], {0.0: "deep at 0"}, "mine"), **changes)
-
-
-def test_rows_have_paired_intervals_over_cells_in_every_group() -> None:
-    rows = {(row.group, row.contestant): row for row in comparison().rows()}
-    assert {group for group, _ in rows} == {"all cells", "even", "odd"}
-    mine, never = rows["all cells", "mine"], rows["all cells", "never"]
-    assert (mine.mean, mine.worst_cell, mine.flops, mine.plans) == (pytest.approx(0.36), pytest.approx(0.21), 1.5, 2)
-    assert mine.ahead is None
-    lead = [0.21, 0.31, 0.41, 0.51]
-    assert never.ahead is not None
-    assert (never.ahead.estimate, never.ahead.low) == (pytest.approx(0.36), pytest.approx(student_interval(lead).low))
-    assert mine.share == pytest.approx(0.26 / 0.5)
-    assert mine.information[0] == pytest.approx(1.0)
-    assert rows["odd", "mine"].mean == pytest.approx(0.41)
-    assert rows["all cells", "tuned"].mean == pytest.approx(0.6)
-    assert (rows["all cells", "final"].cells, rows["even", "final"].cells) == (3, 1)
-    assert rows["even", "final"].ahead is None
-
-
-def test_p_values_are_corrected_for_the_tests_of_all_groups_and_prices() -> None:
-    rows = [row for row in comparison().rows() if row.p_value is not None]
-    assert {row.contestant for row in rows} == {"never", "blind", "heuristic"}
-    assert len(rows) == 9
-    raw = student_p_value([0.21, 0.31, 0.41, 0.51])
-    assert next(row.p_value for row in rows if row.contestant == "never") == pytest.approx(9 * raw)
-    assert all(row.p_value is not None and row.p_value <= 1 for row in rows)
-
-
-def test_tables_show_every_group_the_bounds_the_sizes_and_the_hosts_that_are_left_out() -> None:
-    text = comparison(notes=["a note"]).tables()
-    for part in (
-        "all cells (4), price 0:",
-        "odd (2), price 0:",
-        "blind (deep at 0)",
-        "final, 3 cells",
-        "95 % lower bounds of mine against never",
-        "mean size at price 0 by training samples and label noise",
-        "final: left out for 2 hosts",
-        "a note",
-    ):
-        assert part in text
-
-
-def test_a_comparison_is_made_again_from_its_json() -> None:
-    first = comparison()
-    again = replace(first, records=json.loads(json.dumps(first.to_builtins()))["records"])
-    assert again.rows() == first.rows()
 
 
 # Rules and random moves
@@ -309,6 +129,14 @@ def test_a_random_move_that_is_not_possible_yet_is_made_later() -> None:
 def test_a_comparison_that_cannot_be_made_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         CompareConfig(**change)
+
+
+def test_blind_plans_of_a_file_are_used_if_all_prices_have_one() -> None:
+    info = {"blind": {"0.003": "deep at 0", "0.1": "never"}}
+    assert blind_in_file(info, [0.003, 0.1]) == {0.003: "deep at 0", 0.1: "never"}
+    assert blind_in_file(info, [0.003, 0.01]) is None
+    assert blind_in_file({"blind": {"0.1": "no such plan"}}, [0.1]) is None
+    assert blind_in_file({}, [0.1]) is None
 
 
 def test_training_cells_are_other_cells() -> None:
@@ -414,7 +242,7 @@ def test_names_that_are_taken_or_unknown_are_refused(compared: str, name: str, m
 
 @pytest.mark.slow
 def test_the_tables_of_real_records_are_printed() -> None:
-    text = Comparison(found(), PRICES, dict.fromkeys(PRICES, "norm at 0"), "mine").tables()
+    text = tables(Comparison(found(), PRICES, dict.fromkeys(PRICES, "norm at 0"), "mine"))
     assert "all cells (1), price 0.01" in text
     assert by_contestant(found(), prices=PRICES, blind=dict.fromkeys(PRICES, "never"))["blind", 1.0].keys() == {(5, 0), (5, 1)}
 

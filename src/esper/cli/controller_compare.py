@@ -40,7 +40,9 @@ DESCRIPTION = """Compares controllers in cells (kinds of data, host and training
 
 All controllers decide for the same hosts. The result of a host is its gain in test loss over the host that never grows, in units of the
 loss scale, minus the price times its size. The first file is compared with plans, rules, random moves and the heuristic, and with controls
-at the same FLOPs; without a file, the heuristic is. Intervals are over cells. With --json, the last line holds the records of all hosts."""
+at the same FLOPs; without a file, the heuristic is. Files that differ in a number only, such as value_1.safetensors and value_2.safetensors
+or training_1/controller.safetensors and so on, are trainings of one kind and are compared together. Intervals are over cells, and over
+trainings if there are several. With --json, the last line holds the records of all hosts."""
 
 
 def run(argv: list[str], prog: str) -> CommandResult:
@@ -48,10 +50,11 @@ def run(argv: list[str], prog: str) -> CommandResult:
     with _user_errors():
         load_task = _checked(config)
         from esper.controller.compare import compare
+        from esper.controller.compare_tables import tables
 
         with CompareProgress(sys.stdout) as progress:
             comparison = compare(config, load_task, on_progress=progress.add)
-    print(f"\n{comparison.tables()}")
+    print(f"\n{tables(comparison)}")
     return CommandResult(comparison.to_builtins())
 
 

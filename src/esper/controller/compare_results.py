@@ -1,4 +1,4 @@
-"""Statistics and tables of a comparison over cells, made from its records alone.
+"""Statistics of a comparison over cells, made from its records alone. `esper.controller.compare_tables` writes them as text.
 
 A record is a plain dictionary of one host, as `esper.controller.compare` makes it and JSON keeps it:
 
@@ -15,44 +15,55 @@ A record is a plain dictionary of one host, as `esper.controller.compare` makes 
     decisions        length of the training
     plan             [decision, name of the move] of all moves
 
-The result of a host at a price is gain - price × size. Means are over the hosts of a cell first and then over cells, and intervals are over
-cells. Choices, such as that of the tuned plan, are made by `val_gain`, so that the test data are used for no choice.
+The result of a host at a price is gain - price × size. Choices, such as that of the tuned plan, are made by `val_gain`, so that the test
+data are used for no choice.
+
+Contestants whose names differ in a number at the end only, such as "learned 1" to "learned 5", are trainings of one kind of controller.
+They are joined to one contestant, "learned", and their results are averaged. Means are over the hosts of a cell first, then over trainings,
+then over cells. Intervals are over cells, and over trainings where there are several (`esper.intervals.crossed_interval`). Random moves and
+the controls at equal FLOPs follow one training, `Comparison.compared`.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from statistics import fmean
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from esper.controller.plans import CONSTANT_PLANS
-from esper.intervals import Interval, holm, student_interval, student_p_value
-from esper.text_table import aligned
+from esper.intervals import Interval, crossed_interval, crossed_p_value, holm, student_interval
 
 Record = dict[str, Any]
-Hosts = dict[tuple[int, int], Record]  # (cell, seed of the host) -> record
+Host = tuple[int, int]  # cell, seed of the host
+Hosts = dict[Host, Record]
 Found = dict[tuple[str, float], Hosts]  # (contestant, price) -> its hosts
+Trainings = Sequence[Hosts]  # the same hosts under each training of one contestant; most contestants have one
+Matrix = NDArray[np.float64]
 
 PLANS = tuple(plan.name for plan in CONSTANT_PLANS)
-TESTED = ("never", "random", "blind", "heuristic", "longer")  # contestants that the compared one is tested against
+TESTED = ("never", "random", "blind", "heuristic", "longer")  # contestants that compared ones are tested against
 ORDER = ("never", "early", "random", "blind", "tuned", "rule", "heuristic", "longer", "final", "grid")  # in tables; others follow
 LEAST_TUNING = 0.03  # lead of tuned over blind from which the share of it is reported, in units
-SAMPLE_BINS = 4
+SAMPLE_BINS = 4  # rows of `sizes_by_data`
 NOISE_BINS = ((0.0, "no noise"), (0.25, "up to 0.25"), (1.0, "above"))  # most label noise of each column
 ALL = "all cells"
+TUNED_AHEAD = {"gain": "tuned ahead by test loss", "val_gain": "tuned ahead by validation loss"}  # names of these groups of hosts
 
 
 # Results of contestants
 
 
-def worth(record: Record, price: float) -> float:
-    """Return the result of a host at a price."""
-    return float(record["gain"] - price * record["size"])
+def worth(record: Record, price: float, gain: str = "gain") -> float:
+    """Return the result of a host at a price, by test loss (gain) or by validation loss (val_gain)."""
+    return float(record[gain] - price * record["size"])
 
 
 def by_contestant(records: Iterable[Record], *, prices: Sequence[float], blind: Mapping[float, str]) -> Found:
@@ -62,7 +73,7 @@ def by_contestant(records: Iterable[Record], *, prices: Sequence[float], blind: 
     """
     found: Found = defaultdict(dict)
     plans: dict[str, Hosts] = defaultdict(dict)
-    grid: dict[tuple[float, tuple[int, int]], list[Record]] = defaultdict(list)
+    grid: dict[tuple[float, Host], list[Record]] = defaultdict(list)
     for record in records:
         if record["what"] != "host":
             continue
@@ -103,19 +114,15 @@ def tuned(plans: Mapping[str, Hosts], price: float) -> Hosts:
 
     def best_without(cell: int, left_out: int) -> str:
         others = [(cell, seed) for seed in cells[cell] if seed != left_out]
-        return max(plans, key=lambda name: fmean(_worth_by_validation(plans[name][host], price) for host in others))
+        return max(plans, key=lambda name: fmean(worth(plans[name][host], price, "val_gain") for host in others))
 
     return {(cell, seed): plans[best_without(cell, seed)][cell, seed] for cell, seeds in cells.items() for seed in seeds}
 
 
 def best_size(sizes: Sequence[Record], price: float) -> Record:
     """Return the static host that is best by validation loss and price, with the FLOPs of all of them."""
-    best = max(sizes, key=lambda record: _worth_by_validation(record, price))
+    best = max(sizes, key=lambda record: worth(record, price, "val_gain"))
     return {**best, "flops": sum(record["flops"] for record in sizes)}
-
-
-def _worth_by_validation(record: Record, price: float) -> float:
-    return float(record["val_gain"] - price * record["size"])
 
 
 def blind_plans(training: Sequence[Record], prices: Sequence[float]) -> dict[float, str]:
@@ -130,7 +137,38 @@ def blind_plans(training: Sequence[Record], prices: Sequence[float]) -> dict[flo
     return {price: max(PLANS, key=lambda name: mean(name, price)) for price in prices}
 
 
+def kind_of(name: str) -> str:
+    """Return the name of a contestant without the number at its end, which may be followed by the name of a controller file.
+
+    >>> kind_of("learned 12"), kind_of("runs/value_1.safetensors"), kind_of("runs/training_1/controller.safetensors")
+    ('learned', 'runs/value', 'runs/training')
+    """
+    return re.sub(r"(?<=[^\d\s_/-])[\s_/-]*\d+(/controller)?(\.safetensors)?$", "", name)
+
+
+def join_trainings(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return contestant -> its trainings. Several of one kind are joined under its name, unless that is the name of another contestant.
+
+    >>> join_trainings(["never", "learned 1", "learned 2", "value 1"])
+    {'never': ('never',), 'learned': ('learned 1', 'learned 2'), 'value 1': ('value 1',)}
+    """
+    names = list(names)
+    kinds = Counter(map(kind_of, names))
+    joined: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        kind = kind_of(name)
+        joined[kind if kinds[kind] > 1 and kind not in (*names, *ORDER) else name].append(name)
+    return {name: tuple(trainings) for name, trainings in joined.items()}
+
+
 # Statistics
+
+
+def in_common(*contestants: Trainings, only: Set[Host] | None = None) -> list[list[Hosts]]:
+    """Return the trainings of each contestant with the hosts that all of them have, or with those among `only`."""
+    shared = set.intersection(*(set(hosts) for trainings in contestants for hosts in trainings))
+    kept = sorted(shared if only is None else shared & only)
+    return [[{host: hosts[host] for host in kept} for hosts in trainings] for trainings in contestants]
 
 
 def cell_means(hosts: Hosts, price: float) -> dict[int, float]:
@@ -141,29 +179,25 @@ def cell_means(hosts: Hosts, price: float) -> dict[int, float]:
     return {cell: fmean(values) for cell, values in by_cell.items()}
 
 
-def differences(ours: Hosts, theirs: Hosts, price: float) -> dict[int, float]:
-    """Return cell -> mean difference of the results of the hosts that both have."""
-    both = ours.keys() & theirs.keys()
-    first, second = (cell_means({host: hosts[host] for host in both}, price) for hosts in (ours, theirs))
-    return {cell: first[cell] - second[cell] for cell in first}
+def results(trainings: Trainings, price: float) -> Matrix:
+    """Return the mean results [cells, trainings] of trainings that have the same hosts."""
+    return np.array([list(cell_means(hosts, price).values()) for hosts in trainings]).T
 
 
-def lower_bounds(hosts: Hosts, price: float, *, level: float = 0.05) -> dict[int, float]:
-    """Return a lower bound of the mean result of each cell. With a probability of 1 - level, all of these bounds hold.
+def lower_bounds(trainings: Trainings, price: float, *, level: float = 0.05) -> dict[int, float]:
+    """Return a lower bound for each cell of the mean result of these trainings. With a probability of 1 - level, all of these bounds hold.
 
     They are one-sided Student bounds over the hosts of a cell, with Bonferroni's correction for the number of cells.
     """
     by_cell = defaultdict(list)
-    for (cell, _), record in hosts.items():
-        by_cell[cell].append(worth(record, price))
-    return {cell: student_interval(values, confidence=1 - 2 * level / len(by_cell)).low for cell, values in sorted(by_cell.items())}
+    for host in sorted(trainings[0]):
+        by_cell[host[0]].append(fmean(worth(hosts[host], price) for hosts in trainings))
+    return {cell: student_interval(values, confidence=1 - 2 * level / len(by_cell)).low for cell, values in by_cell.items()}
 
 
-def share_of_tuning(found: Found, name: str, price: float, *, least: float = LEAST_TUNING) -> float | None:
-    """Return the share of the way from blind to tuned that a contestant reaches; None where tuned is less than `least` ahead of blind."""
-    mean = {one: fmean(cell_means(found[one, price], price).values()) for one in (name, "blind", "tuned")}
-    way = mean["tuned"] - mean["blind"]
-    return (mean[name] - mean["blind"]) / way if way >= least else None
+def share_of_tuning(reached: float, *, blind: float, tuned: float, least: float = LEAST_TUNING) -> float | None:
+    """Return the share of the way from blind to tuned that a mean result reaches; None where tuned is less than `least` ahead of blind."""
+    return (reached - blind) / (tuned - blind) if tuned - blind >= least else None
 
 
 def plan_key(record: Record) -> tuple[tuple[int, str], ...]:
@@ -186,13 +220,13 @@ def mutual_information(pairs: Sequence[tuple[Hashable, Hashable]]) -> tuple[floa
     return estimate, corrected
 
 
-def sizes_by_data(hosts: Hosts, edges: Sequence[float]) -> list[list[float | None]]:
-    """Return the mean size of a contestant's hosts by training samples (rows, between the edges) and label noise (columns of NOISE_BINS).
+def sizes_by_data(records: Iterable[Record], edges: Sequence[float]) -> list[list[float | None]]:
+    """Return the mean size of hosts by training samples (rows, between the edges) and label noise (columns of NOISE_BINS).
 
     A bin without hosts has None.
     """
     bins: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for record in hosts.values():
+    for record in records:
         row = min(max(int(np.searchsorted(edges, record["training_samples"], side="right")) - 1, 0), len(edges) - 2)
         column = next(number for number, (most, _) in enumerate(NOISE_BINS) if record["label_noise"] <= most)
         bins[row, column].append(record["size"])
@@ -209,153 +243,185 @@ class ResultRow:
     group: str
     price: float
     contestant: str
+    trainings: int
     cells: int
     mean: float  # result, over cells
-    worst_cell: float
+    worst_cell: float  # mean over trainings
+    worst_of_a_training: float  # in any cell
     size: float
     flops: float  # relative to the host that never grows
-    ahead: Interval | None  # of the compared contestant, over cells; None for itself, and for a single cell
-    p_value: float | None = None  # of Student's test, for the contestants in TESTED; after Holm's correction for all tests
-    share: float | None = None  # of the way from blind to tuned, where there is one
-    plans: int = 0  # different ones
-    information: tuple[float, float] = (0.0, 0.0)  # between plan and cell in bits: plug-in, and corrected
+    share: float | None  # of the way from blind to tuned, where there is one
+    plans: int  # different ones
+    information: tuple[float, float]  # between plan and cell in bits: plug-in, and corrected
+
+
+@dataclass(frozen=True)
+class Lead:
+    """Difference of the results of two contestants at one price, in one group of cells."""
+
+    group: str
+    price: float
+    contestant: str
+    over: str
+    cells: int
+    hosts: int
+    ahead: Interval  # over cells, and over trainings where there are several
+    p_value: float | None = None  # for the contestants in TESTED; after Holm's correction for all tests
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Records of a comparison, with their statistics and tables."""
+    """Records of a comparison, and their statistics."""
 
     records: Sequence[Record]
     prices: Sequence[float]
     blind: Mapping[float, str]  # price -> name of the constant plan that is best on the training cells
-    compared: str
+    compared: str  # the single contestant that random moves and controls follow
     notes: Sequence[str] = ()
-    found: Found = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "found", by_contestant(self.records, prices=self.prices, blind=self.blind))
+    @cached_property
+    def found(self) -> Found:
+        """Hosts of all single contestants."""
+        return by_contestant(self.records, prices=self.prices, blind=self.blind)
+
+    @cached_property
+    def trainings(self) -> dict[str, tuple[str, ...]]:
+        """Contestant -> names of its trainings. The compared contestant is first, then those in ORDER."""
+        joined = join_trainings(dict.fromkeys(name for name, _ in self.found))
+        for name, trainings in list(joined.items()):
+            if not all(in_common([self.found.get((one, price), {}) for one in trainings])[0][0] for price in self.prices):
+                del joined[name]  # they were not compared on the same hosts
+                joined |= {one: (one,) for one in trainings}
+        first = next((name for name in joined if self.compared in joined[name]), None)
+        if first is None:
+            raise ValueError(f"there is no host of the compared contestant {self.compared!r}; there are hosts of: {', '.join(joined)}")
+        order = [first, *ORDER, *joined]
+        return {name: joined[name] for name in dict.fromkeys(order) if name in joined}
+
+    @property
+    def joined(self) -> dict[str, tuple[str, ...]]:
+        """The contestants with several trainings."""
+        return {name: trainings for name, trainings in self.trainings.items() if len(trainings) > 1}
+
+    @property
+    def subjects(self) -> list[str]:
+        """Contestants that are compared with all others: the compared one, and those with several trainings."""
+        return list(dict.fromkeys([next(iter(self.trainings)), *self.joined]))
 
     def groups(self) -> list[str]:
         """Return the groups of cells, and all of them together first."""
         names = list(dict.fromkeys(record["group"] for record in self.records))
         return [ALL, *(names if len(names) > 1 else [])]
 
-    def contestants(self) -> list[str]:
-        """Return the compared contestant, then the others."""
-        names = list(dict.fromkeys(name for name, _ in self.found))
-        others = [*(name for name in ORDER if name in names), *(name for name in names if name not in ORDER)]
-        return [self.compared, *(name for name in others if name != self.compared)]
-
-    def hosts(self, name: str, price: float, group: str = ALL) -> Hosts:
-        """Return the hosts of a contestant in a group of cells."""
-        found = self.found.get((name, price), {})
-        return {host: record for host, record in found.items() if group in (ALL, record["group"])}
+    def hosts(self, name: str, price: float, group: str = ALL) -> list[Hosts]:
+        """Return the hosts of every training of a contestant in a group of cells: those that all its trainings have."""
+        found = [self.found.get((training, price), {}) for training in self.trainings.get(name, (name,))]
+        return in_common([{host: one for host, one in hosts.items() if group in (ALL, one["group"])} for hosts in found])[0]
 
     def rows(self) -> list[ResultRow]:
-        """Return the results of all contestants, at every price and in every group, with p-values that are corrected for all tests."""
-        rows = [
-            self._row(group, price, name)
-            for group in self.groups()
-            for price in self.prices
-            for name in self.contestants()
-            if self.hosts(name, price, group)
-        ]
-        corrected = iter(holm([row.p_value for row in rows if row.p_value is not None]).tolist())
-        return [row if row.p_value is None else ResultRow(**{**vars(row), "p_value": next(corrected)}) for row in rows]
+        """Return the results of all contestants, in every group and at every price."""
+        keys = [(group, price, name) for group in self.groups() for price in self.prices for name in self.trainings]
+        return [self._row(*key) for key in keys if self.hosts(key[2], key[1], key[0])[0]]
 
     def _row(self, group: str, price: float, name: str) -> ResultRow:
-        hosts, never = self.hosts(name, price, group), self.hosts("never", price, group)
-        means = list(cell_means(hosts, price).values())
-        lead = list(differences(self.hosts(self.compared, price, group), hosts, price).values())
-        has_test = len(lead) > 1 and name != self.compared
-        in_group = {(one, price): self.hosts(one, price, group) for one in (name, "blind", "tuned")}
+        trainings, never = self.hosts(name, price, group), self.hosts("never", price, group)[0]
+        found = results(trainings, price)  # [cells, trainings]
+        _, *plans = in_common(trainings, self.hosts("blind", price, group), self.hosts("tuned", price, group))
+        blind, tuned = (float(results(one, price).mean()) for one in plans)  # on the hosts of this contestant
+        hosts = [(host, record) for hosts in trainings for host, record in hosts.items()]
         return ResultRow(
             group=group,
             price=price,
             contestant=name,
-            cells=len(means),
-            mean=fmean(means),
-            worst_cell=min(means),
-            size=fmean(record["size"] for record in hosts.values()),
-            flops=fmean(record["flops"] / never[host]["flops"] for host, record in hosts.items()),
-            ahead=student_interval(lead) if has_test else None,
-            p_value=student_p_value(lead) if has_test and name in TESTED else None,
-            share=share_of_tuning(in_group, name, price) if name not in ("blind", "tuned") else None,
-            plans=len({plan_key(record) for record in hosts.values()}),
-            information=mutual_information([(plan_key(record), cell) for (cell, _), record in hosts.items()]),
+            trainings=len(trainings),
+            cells=len(found),
+            mean=float(found.mean()),
+            worst_cell=float(found.mean(axis=1).min()),
+            worst_of_a_training=float(found.min()),
+            size=fmean(record["size"] for _, record in hosts),
+            flops=fmean(record["flops"] / never[host]["flops"] for host, record in hosts),
+            share=share_of_tuning(float(found.mean()), blind=blind, tuned=tuned) if name not in ("blind", "tuned") else None,
+            plans=len({plan_key(record) for _, record in hosts}),
+            information=mutual_information([(plan_key(record), host[0]) for host, record in hosts]),
         )
+
+    def leads(self) -> list[Lead]:
+        """Return how far the subjects are ahead of all others, in every group and at every price, with p-values corrected for all tests."""
+        keys = [(group, price, name) for group in self.groups() for price in self.prices for name in self.subjects]
+        found = [
+            self._lead(price, name, other, group=group, is_test=other in TESTED)
+            for group, price, name in keys
+            for other in self.trainings
+            if other != name
+        ]
+        leads = [lead for lead in found if lead is not None]
+        corrected = iter(holm([lead.p_value for lead in leads if lead.p_value is not None]).tolist())
+        return [lead if lead.p_value is None else replace(lead, p_value=next(corrected)) for lead in leads]
+
+    def leads_of_trainings(self) -> list[Lead]:
+        """Return how far every training alone is ahead of blind, in all cells. The intervals are over cells."""
+        names = [name for trainings in self.joined.values() for name in trainings]
+        found = [self._lead(price, name, "blind") for name in names for price in self.prices]
+        return [lead for lead in found if lead is not None]
+
+    def leads_over_longer(self) -> list[Lead]:
+        """Return how far the subjects are ahead of longer, in the hosts where tuned is ahead of longer. There, growth can pay.
+
+        Hosts chosen by test loss are partly those in which longer had bad luck, to the advantage of all others. So the leads in the hosts
+        that are chosen by validation loss are returned too, see TUNED_AHEAD for the names of both.
+        """
+        found = []
+        for gain, group in TUNED_AHEAD.items():
+            for name in self.subjects:
+                for price in self.prices:
+                    (tuned,), (longer,) = in_common(self.hosts("tuned", price), self.hosts("longer", price))
+                    lives = {host for host in longer if worth(tuned[host], price, gain) > worth(longer[host], price, gain)}
+                    if lead := self._lead(price, name, "longer", lives=lives):
+                        found.append(replace(lead, group=group))
+        return found
+
+    def _lead(
+        self, price: float, name: str, over: str, *, group: str = ALL, lives: Set[Host] | None = None, is_test: bool = False
+    ) -> Lead | None:
+        """Return the lead in the hosts that both contestants have, or in those of `lives`; None if these are in fewer than two cells."""
+        ours, theirs = in_common(self.hosts(name, price, group), self.hosts(over, price, group), only=lives)
+        cells = len({cell for cell, _ in ours[0]})
+        if cells < 2:
+            return None
+        both = results(ours, price), results(theirs, price)
+        p_value = crossed_p_value(*both) if is_test else None
+        return Lead(group, price, name, over, cells, len(ours[0]), crossed_interval(*both), p_value)
+
+    def bounds(self, name: str, price: float) -> dict[int, float]:
+        """Return simultaneous lower bounds of the mean result over trainings, see `lower_bounds`."""
+        return lower_bounds(self.hosts(name, price), price)
+
+    def bounds_of_trainings(self, name: str, price: float) -> dict[str, dict[int, float]]:
+        """Return training -> its lower bounds. With a probability of 95 %, the bounds of all trainings in all cells hold."""
+        names, hosts = self.trainings[name], self.hosts(name, price)
+        return {one: lower_bounds([its], price, level=0.05 / len(names)) for one, its in zip(names, hosts, strict=True)}
 
     def left_out(self) -> Counter[str]:
         """Return control -> number of hosts for which it could not be trained."""
         return Counter(record["contestant"] for record in self.records if record["what"] == "left out")
 
-    def tables(self) -> str:
-        """Return all tables and notes as text."""
-        rows = self.rows()
-        parts = [
-            self._result_table(group, price, [row for row in rows if (row.group, row.price) == (group, price)])
-            for group in self.groups()
-            for price in self.prices
-        ]
-        parts += [self._bounds_text(), *(self._size_table(price) for price in self.prices)]
-        counts = [f"{name}: left out for {count} hosts, whose network cannot grow at the start" for name, count in self.left_out().items()]
-        return "\n\n".join([*parts, *counts, *self.notes])
-
-    def _result_table(self, group: str, price: float, rows: Sequence[ResultRow]) -> str:
-        lead = f"{self.compared} − this [95 %]"
-        table = [("contestant", "mean", "worst cell", "size", "FLOPs", lead, "Holm p", "of tuning", "plans", "bits")]
-        for row in rows:
-            name = f"blind ({self.blind[price]})" if row.contestant == "blind" else row.contestant
-            table.append(
-                (
-                    name if row.cells == rows[0].cells else f"{name}, {row.cells} cells",
-                    f"{row.mean:+.4f}",
-                    f"{row.worst_cell:+.4f}",
-                    f"{row.size:.2f}",
-                    f"{row.flops:.2f}×",
-                    "" if row.ahead is None else f"{row.ahead.estimate:+.4f} [{row.ahead.low:+.4f}, {row.ahead.high:+.4f}]",
-                    "" if row.p_value is None else f"{row.p_value:.3f}",
-                    "" if row.share is None else f"{row.share:.0%}",
-                    str(row.plans),
-                    f"{row.information[1]:.2f}",
-                )
-            )
-        return f"{group} ({rows[0].cells}), price {price:g}: gain in test loss over never − price × size\n{aligned(table, numbers=True)}"
-
-    def _bounds_text(self) -> str:
-        """Return the lowest of the simultaneous bounds at each price."""
-        lines = []
-        for price in self.prices:
-            bounds = lower_bounds(self.hosts(self.compared, price), price)
-            worst = min(bounds, key=bounds.__getitem__)
-            above = sum(bound >= 0 for bound in bounds.values())
-            lines.append(f"price {price:g}: lowest {bounds[worst]:+.4f} (cell {worst}); at least 0 in {above} of {len(bounds)} cells")
-        return "\n".join([f"95 % lower bounds of {self.compared} against never, for all cells at once", *lines])
-
-    def _size_table(self, price: float) -> str:
-        """Return the mean size of the compared contestant by samples and label noise, beside that of tuned."""
-        ours, theirs = self.hosts(self.compared, price), self.hosts("tuned", price)
-        samples = [record["training_samples"] for record in ours.values()]
-        edges = np.geomspace(min(samples), max(max(samples), min(samples) + 1), SAMPLE_BINS + 1).tolist()
-        names = [name for _, name in NOISE_BINS]
-        rows = [("samples", *names, *(f"tuned: {name}" for name in names))]
-        for number, (own, other) in enumerate(zip(sizes_by_data(ours, edges), sizes_by_data(theirs, edges), strict=True)):
-            sizes = ("–" if size is None else f"{size:.2f}" for size in (*own, *other))
-            rows.append((f"{edges[number]:,.0f} to {edges[number + 1]:,.0f}", *sizes))
-        return f"mean size at price {price:g} by training samples and label noise\n{aligned(rows, numbers=True)}"
-
     def to_builtins(self) -> dict[str, Any]:
         """Return everything as plain data, for JSON."""
         return {
             "compared": self.compared,
+            "trainings": {name: list(trainings) for name, trainings in self.joined.items()},
             "prices": list(self.prices),
             "blind": {f"{price:g}": name for price, name in self.blind.items()},
             "notes": list(self.notes),
             "left_out": dict(self.left_out()),
             "rows": [asdict(row) for row in self.rows()],
-            "lower_bounds": {
-                f"{price:g}": {str(cell): bound for cell, bound in lower_bounds(self.hosts(self.compared, price), price).items()}
+            "leads": [asdict(lead) for lead in (*self.leads(), *self.leads_of_trainings(), *self.leads_over_longer())],
+            "lower_bounds": [
+                {"contestant": one, "price": price, "cell": cell, "bound": bound}
+                for name in self.subjects
                 for price in self.prices
-            },
+                for one, bounds in {name: self.bounds(name, price), **self.bounds_of_trainings(name, price)}.items()
+                for cell, bound in bounds.items()
+            ],
             "records": list(self.records),
         }
