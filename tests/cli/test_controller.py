@@ -505,7 +505,7 @@ def test_the_card_of_the_shipped_controller_has_its_figures_and_its_text(capsys:
     assert LAYOUT_VERSION in shown
     assert text_of_learned().strip() in shown
     result = last_line(shown)
-    assert (result["layout"], result["memory"]) == (LAYOUT_VERSION, None)
+    assert result["layout"] == LAYOUT_VERSION
     assert result["bytes"] == Path(result["file"]).stat().st_size
     assert result["info"] == load_controller(file_of("learned")).description.info
 
