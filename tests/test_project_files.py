@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,16 @@ def test_type_checkers_find_the_annotations_in_the_package_that_becomes_the_whee
     assert (ROOT / package).samefile(Path(esper.__file__).parent)
     assert (ROOT / package / "py.typed").is_file()
     assert "py.typed" not in (ROOT / ".gitignore").read_text()
+
+
+def test_files_of_the_package_that_are_no_code_are_not_ignored_by_git_and_become_part_of_the_wheel() -> None:
+    """Hatchling puts every file of the package into the wheel, unless git ignores it."""
+    package = Path(esper.__file__).parent
+    names = ("py.typed", "tasks/data/digits.npz", "controller/trained/learned.safetensors", "controller/trained/learned.md")
+    assert not [name for name in names if not (package / name).is_file()]
+    ignored = [pattern.strip("/") for pattern in (ROOT / ".gitignore").read_text().split()]
+    assert not [(name, pattern) for name in names for pattern in ignored for part in Path(name).parts if fnmatch(part, pattern)]
+    assert PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"].keys() == {"packages"}, "nothing is excluded"
 
 
 def test_the_source_distribution_has_the_documentation_and_the_files_that_it_mentions() -> None:

@@ -1,4 +1,4 @@
-"""`esper controller` and trained controllers in `esper grow`: mistakes, files of a run, stopping, resuming and progress."""
+"""`esper controller` and trained controllers in `esper grow`: mistakes, files of a run, stopping, resuming, progress and cards."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import io
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +29,8 @@ from esper.controller.events import RoundEnded
 from esper.controller.layout import LAYOUT_VERSION
 from esper.controller.learned import Learned, load_controller, save_controller
 from esper.controller.network import MoveActor, make_policy
+from esper.controller.trained import file_of, text_of_learned
+from esper.controller.value import ValueModel
 from esper.experiment import grow_task
 from esper.experiment.config import GrowTaskConfig
 from esper.growth.config import GrowthConfig, LifecycleConfig
@@ -447,3 +451,106 @@ def test_a_controller_file_that_cannot_be_used_is_explained(
     assert main([*command.split(), "mine/controller.safetensors", *(["--task", "digits"] if command.startswith("grow") else [])]) == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+# The controller that comes with esper, and cards
+
+
+def settings_of_plan(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    """Return the settings that `esper grow` would train digits with."""
+    assert main(["grow", "--task", "digits", "--device", "cpu", "--threads", "1", "--dry-run", "--json", *options]) == 0
+    return last_line(capsys.readouterr().out)["config"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("controller", ["learned", "mine/controller.safetensors"])
+def test_settings_of_growth_that_are_not_given_are_those_of_the_training_of_a_controller(
+    controller: str, eager: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained, usual = ControllerConfig().growth, GrowthConfig()
+    found = settings_of_plan(capsys, "--controller", controller)
+    assert found["blueprints"] == list(trained.blueprints or ())
+    assert (found["budget.max_parameters"], found["budget.max_seeds_per_place"]) == (64.0, 2)
+    found = settings_of_plan(capsys, f"--controller={controller}", "--max-parameters", str(usual.budget.max_parameters), "--seed", "3")
+    assert (found["budget.max_parameters"], found["budget.max_flops"], found["seed"]) == (usual.budget.max_parameters, 64.0, 3)
+    (tmp_path / "mine.toml").write_text(f'controller = "{controller}"\nblueprints = ["norm"]\n')
+    found = settings_of_plan(capsys, "--config", "mine.toml")
+    assert (found["blueprints"], found["budget.max_parameters"]) == (["norm"], 64.0)
+    assert settings_of_plan(capsys)["budget.max_parameters"] == usual.budget.max_parameters
+
+
+@pytest.mark.slow
+def test_a_run_with_the_shipped_controller_goes_on_with_it_after_another_one_is_shipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--task", "digits", "--threads", "1", "--device", "cpu", "--controller", "learned", "--epochs", "2", "--run", "run"]
+    assert main(["grow", *options]) == 0
+    assert (tmp_path / "run/controller.safetensors").read_bytes() == file_of("learned").read_bytes()
+    story = read_story(tmp_path / "run")
+    assert story.started is not None
+    assert story.started.controller == "learned"
+    assert all(epoch.decision for epoch in story.epochs)
+    (tmp_path / "newer").mkdir()
+    save_controller(tmp_path / "newer/learned.safetensors", ValueModel(width=16, members=3))
+    monkeypatch.setattr("esper.controller.trained.files", lambda package: tmp_path / "newer")
+    assert main(["grow", "--resume", "--run", "run", "--epochs", "3"]) == 0
+    assert load(GrowTaskConfig, tmp_path / "run/grow.toml").budget == ControllerConfig().growth.budget
+    assert len(read_story(tmp_path / "run").epochs) == 3
+
+
+def test_the_card_of_the_shipped_controller_has_its_figures_and_its_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["controller", "card", "--json"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith('controller "learned", which comes with esper\n\nwhat ')
+    assert LAYOUT_VERSION in shown
+    assert text_of_learned().strip() in shown
+    result = last_line(shown)
+    assert result["layout"] == LAYOUT_VERSION
+    assert result["bytes"] == Path(result["file"]).stat().st_size
+    assert result["info"] == load_controller(file_of("learned")).description.info
+
+
+def test_the_card_of_a_file_has_no_text_of_the_shipped_one(eager: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["controller", "card", "mine/controller.safetensors"]) == 0
+    shown = capsys.readouterr().out
+    assert "policy with LSTM memory of width 8" in shown
+    assert "# The learned controller" not in shown
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.unlink(), "there is no file mine/controller.safetensors; give the path of a controller file"),
+        (lambda path: os.truncate(path, 200), "mine/controller.safetensors cannot be read as a safetensors file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"?"), "is damaged: its sha256 is not that of its content"),
+        (lambda path: save_file({"weight": torch.zeros(3)}, path), "holds tensors, but no controller"),
+    ],
+)
+def test_a_file_without_a_card_is_explained(
+    damage: Callable[[Path], None], message: str, eager: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(eager)
+    assert_explains(["controller", "card", "mine/controller.safetensors"], message, capsys)
+
+
+def test_a_folder_is_not_taken_for_a_controller_file(eager: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_explains(["controller", "card", "mine"], "mine is a folder and no file; give the file RUN/controller.safetensors", capsys)
+    assert_explains(["grow", "--task", "digits", "--controller", "lerned"], "expected one of heuristic, learned, random", capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", ["controller card", "controller compare --controllers learned", "grow --task digits --controller learned"]
+)
+def test_a_shipped_controller_that_is_lost_is_explained(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("esper.controller.trained.files", lambda package: tmp_path)
+    assert_explains(command.split(), f"there is no file {tmp_path}/learned.safetensors", capsys)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_card_is_shown_without_torch() -> None:
+    program = "import sys; from esper.cli.main import main; assert main(['controller', 'card']) == 0; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)

@@ -206,6 +206,10 @@ def test_nothing_grows_before_the_first_losses_or_late() -> None:
     assert controller.decide(replace(now, epoch=0, train_losses=(), val_losses=())).probe
     late = controller.decide(replace(now, epoch=13))
     assert not late.actions
+    assert late.reason == "makes no move after 60% of the training"
+    assert controller.decide(replace(now, epoch=0, train_losses=(), val_losses=())).reason == "waits for the first losses"
+    assert controller.decide(replace(now, seeds_left=0)).reason == "no move is possible: no slot is free, or the budget is used up"
+    assert "ahead of growing nothing more" in controller.decide(now).reason
     assert not late.probe
 
 

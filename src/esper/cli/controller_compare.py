@@ -62,10 +62,11 @@ def _checked(config: CompareConfig) -> Callable[[str], Task]:
     """Check files, tasks and hosts before anything is trained; return the function that loads the tasks."""
     from esper.controller.compare import cells_of, training_cells_of
     from esper.controller.learned import load_controller
+    from esper.controller.trained import file_of
     from esper.controller.training import load_task_from
 
     for name in config.controllers:
-        load_controller(name)
+        load_controller(file_of(name))
     load_task = functools.cache(functools.partial(load_task_from, config.data_dir))
     hosts = {(cell.source, cell.host): cell for cell in (*cells_of(config), *training_cells_of(config))}
     for cell in hosts.values():
@@ -76,7 +77,7 @@ def _checked(config: CompareConfig) -> Callable[[str], Task]:
 @contextlib.contextmanager
 def _user_errors() -> Iterator[None]:
     """Turn mistakes of the user into a CommandError of one line."""
-    from esper.controller.learned import ControllerError
+    from esper.controller.description import ControllerError
     from esper.fleet.config import FleetError
     from esper.growth.config import GrowthError
     from esper.runs.folder import RunError

@@ -44,6 +44,7 @@ COMMANDS = {
     "grow report": Command("esper.cli.grow", "write the report of a run again, also of one that was killed", "run_report"),
     "controller train": Command("esper.cli.controller_train", "train a controller that decides what grows; go on with a run"),
     "controller compare": Command("esper.cli.controller_compare", "compare controllers in many kinds of data, host and training"),
+    "controller card": Command("esper.cli.controller_card", "show what a controller file holds and how it was trained"),
     "ppo train": Command("esper.cli.ppo_train", "train a recurrent policy; go on with a run"),
     "ppo eval": Command("esper.cli.ppo_eval", "play fresh episodes with the policy of a run"),
     "ppo envs": Command("esper.cli.ppo_eval", "list the built-in environments", "run_envs"),

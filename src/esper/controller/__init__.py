@@ -21,9 +21,9 @@ if TYPE_CHECKING:
         ControllerRewardConfig as ControllerRewardConfig,
         DomainConfig as DomainConfig,
     )
+    from esper.controller.description import ControllerError as ControllerError
     from esper.controller.env import GrowthEnv as GrowthEnv
     from esper.controller.learned import (
-        ControllerError as ControllerError,
         Learned as Learned,
         load_controller as load_controller,
         save_controller as save_controller,

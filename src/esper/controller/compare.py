@@ -27,7 +27,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -42,6 +41,7 @@ from esper.controller.evaluation import EvalCase, EvalRun, EvalSetting, run_case
 from esper.controller.layout import FEATURES, size_of
 from esper.controller.learned import Learned, load_controller
 from esper.controller.plans import CONSTANT_PLANS, NOTHING, ConstantPlan, RandomMoves, make_move, move_named
+from esper.controller.trained import file_of
 from esper.controller.value import Recorder, describe
 from esper.devices import find_device, threads
 from esper.fleet.data import TaskTensors
@@ -440,7 +440,7 @@ def blind_in_file(info: Mapping[str, Any], prices: Sequence[float]) -> dict[floa
 
 def compare(config: CompareConfig, load: Load, *, on_progress: OnProgress = _ignore) -> Comparison:
     """Compare the controllers of a config."""
-    files = {name: load_controller(Path(name)) for name in config.controllers}
+    files = {name: load_controller(file_of(name)) for name in config.controllers}
     compared = next(iter(files), "heuristic")
     blind = blind_in_file(files[compared].description.info, config.prices) if files else None
     device, rules, notes = find_device(config.device), dict[float, Rule](), list[str]()

@@ -175,7 +175,7 @@ class ControllerConfig(ShownConfig):
 class CompareConfig(Config):
     """Comparison of controllers in the same cells and on the same hosts, at several prices of rent."""
 
-    controllers: tuple[str, ...] = ()  # paths of controller files; the first is compared with all others, or else the heuristic
+    controllers: tuple[str, ...] = ()  # files or "learned"; the first is compared with all others, or else the heuristic
     cells: PositiveInt = 12
     hosts: Annotated[int, Meta(ge=2, le=HELD_OUT_SEEDS)] = 3  # in each cell; their seeds 0, 1, ... are never trained on
     prices: tuple[PositiveFloat, ...] = (0.003, 0.01, 0.03, 0.1)  # of a network that is e times as large, in units of the loss scale

@@ -67,6 +67,15 @@ def options(state: GrowthState) -> dict[str, Move]:
     return {move.name: move for move in [NOTHING, *(moves(state) if can_move else [])]}
 
 
+def why_no_move(state: GrowthState) -> str:
+    """Return the reason why `options` holds no move but to grow nothing."""
+    if not state.epoch:
+        return "waits for the first losses"
+    if state.epoch > last_epoch_of_moves(state):
+        return f"makes no move after {UNTIL:.0%} of the training"
+    return "no move is possible: no slot is free, or the budget is used up"
+
+
 def host_features(state: GrowthState) -> Vector:
     """Return the features of a host, scaled."""
     return HOST.scaled(np.array(HOST.values(state), dtype=float))

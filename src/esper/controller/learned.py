@@ -1,7 +1,8 @@
 """Trained controllers: their file, and the controller for growth that decides by it.
 
 A file holds a value model, or a policy that was trained from one (see `esper.controller.network`). It is in the safetensors format: the
-weights, and in the header a JSON description and a sha256 of everything. Loading a file executes nothing from it.
+weights, and in the header a JSON description (see `esper.controller.description`) and a sha256 of everything. Loading a file executes
+nothing from it.
 """
 
 from __future__ import annotations
@@ -17,37 +18,20 @@ import torch
 from torch import Tensor
 
 import esper
-from esper.controller.config import MoveNetworkConfig
+from esper.controller.config import ControllerConfig, MoveNetworkConfig
+from esper.controller.description import HEADER, WHAT_TO_DO, ControllerDescription, ControllerError, explained, parse_description
 from esper.controller.layout import LAYOUT_VERSION, observe, policy_decision
 from esper.controller.network import MoveEncoder, make_policy
 from esper.controller.value import ValueController, ValueModel
-from esper.files import FileError, parse_json, reason_of, write_file
+from esper.files import write_file
+from esper.growth.config import GrowthConfig
 from esper.growth.lifecycle.stages import Decision, GrowthState
-from esper.rl.config import NetworkConfig
 from esper.rl.policy import Policy
 from esper.rng import Streams
 from esper.runs import load_module, plain_names, read_tensors
-from esper.runs.folder import kind_of, name_of
 from esper.runs.tensors import encode_tensors
 
-_HEADER = "esper controller"  # key of the description in the file's metadata
 _SMALL = 1024  # sizes up to this are not checked, since they may belong to optional parts without weights
-_WHAT_TO_DO = "copy the file again, or train a new controller"
-
-
-class ControllerError(ValueError):
-    """A controller file or state that cannot be used; the message says why and what to do."""
-
-
-class ControllerDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of the weights in a controller file."""
-
-    layout: str  # version of the layout of observations and actions
-    esper: str  # version that wrote the file
-    network: MoveNetworkConfig
-    memory: NetworkConfig | None  # of the recurrent core of a policy; None: the file holds a value model
-    sha256: str  # of the weights
-    info: dict[str, Any]  # run, domain and results of its training, or anything else
 
 
 def save_controller(
@@ -75,7 +59,7 @@ def save_controller(
         sha256=_digest(weights),
         info=dict(info or {}),
     )
-    parts = encode_tensors(weights, {_HEADER: json.dumps(msgspec.to_builtins(description), allow_nan=False)})
+    parts = encode_tensors(weights, {HEADER: json.dumps(msgspec.to_builtins(description), allow_nan=False)})
     target = Path(path)
     if not target.is_file() or target.read_bytes() != b"".join(parts):
         write_file(target, *parts)
@@ -88,13 +72,14 @@ def load_controller(path: Path | str, *, seed: int | None = None) -> Learned:
     try:
         return Learned(weights, description, seed=seed)
     except ValueError as error:
-        raise ControllerError(f"the weights in {path} do not fit their own description; {_WHAT_TO_DO} ({error})") from error
+        raise ControllerError(f"the weights in {path} do not fit their own description; {WHAT_TO_DO} ({error})") from error
 
 
 class Learned:
     """Controller that decides by a trained policy or value model. Its state is the memory of the policy and its random streams."""
 
     name = "learned"
+    growth_config: GrowthConfig = ControllerConfig().growth  # as controllers are trained; applies where a user gives no settings of growth
 
     def __init__(self, weights: Mapping[str, Tensor], description: ControllerDescription, *, seed: int | None = None) -> None:
         self.description = description
@@ -159,32 +144,12 @@ class Learned:
 
 def _read(path: Path) -> tuple[dict[str, Tensor], ControllerDescription]:
     """Read weights and description of a controller file, or raise ControllerError."""
-    try:
+    with explained(path):
         weights, metadata = read_tensors(path)
-    except FileNotFoundError as error:
-        raise ControllerError(f"there is no file {path}; give the path of a controller file, such as RUN/controller.safetensors") from error
-    except IsADirectoryError as error:
-        raise ControllerError(f"{path} {_why_no_controller(path)}") from error
-    except FileError as error:
-        raise ControllerError(f"{error}; {_WHAT_TO_DO}") from error
-    except OSError as error:
-        raise ControllerError(f"no controller can be read: {reason_of(error)}") from error
-    header = metadata.get(_HEADER)
-    if header is None:
-        raise ControllerError(f"{path} holds tensors, but no controller; give a controller file, such as RUN/controller.safetensors")
-    description = _parse_description(path, header)
+    description = parse_description(path, metadata, layout=LAYOUT_VERSION)
     if _digest(weights) != description.sha256:
-        raise ControllerError(f"{path} is damaged: its weights do not match their sha256; {_WHAT_TO_DO}")
+        raise ControllerError(f"{path} is damaged: its weights do not match their sha256; {WHAT_TO_DO}")
     return weights, description
-
-
-def _why_no_controller(folder: Path) -> str:
-    """Describe a folder that was given instead of a controller file."""
-    kind = kind_of(folder)
-    if kind == "controller":
-        return f"is a folder; give the controller of that run, {folder / 'controller.safetensors'}"
-    what = "is a folder and no file" if kind is None else f"is {name_of(kind)} and not a controller"
-    return f"{what}; give the file RUN/controller.safetensors of a controller run"
 
 
 def _check_sizes(path: Path, description: ControllerDescription, weights: Mapping[str, Tensor]) -> None:
@@ -195,22 +160,7 @@ def _check_sizes(path: Path, description: ControllerDescription, weights: Mappin
         for name, value in msgspec.to_builtins(part).items():
             sizes = value if isinstance(value, list | tuple) else [value]
             if len(sizes) > most or any(type(size) is int and size > most for size in sizes):
-                raise ControllerError(f"{path} is damaged: its {name} is larger than its weights; {_WHAT_TO_DO}")
-
-
-def _parse_description(path: Path, header: str) -> ControllerDescription:
-    """Parse the description of a controller file, and check that its layout is the present one."""
-    try:
-        raw = parse_json(header)
-        found, writer = raw["layout"], raw["esper"]
-        if found == LAYOUT_VERSION:
-            return msgspec.convert(raw, ControllerDescription)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ControllerError(f"{path} is damaged: its description cannot be understood; {_WHAT_TO_DO} ({error})") from error
-    raise ControllerError(
-        f"{path} has layout {found} of observations and actions, but this esper {esper.__version__} has layout {LAYOUT_VERSION}; "
-        f"use it with esper {writer}, or train a new controller"
-    )
+                raise ControllerError(f"{path} is damaged: its {name} is larger than its weights; {WHAT_TO_DO}")
 
 
 def _digest(weights: Mapping[str, Tensor]) -> str:

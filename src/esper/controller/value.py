@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper.controller.layout import FEATURES, Vector, decision, host_features, move_features, options, sizes_after
+from esper.controller.layout import FEATURES, Vector, decision, host_features, move_features, options, sizes_after, why_no_move
 from esper.controller.plans import NOTHING, Move
 from esper.growth.lifecycle.stages import Decision, GrowthState
 from esper.rng import Streams
@@ -233,7 +233,7 @@ class ValueController:
     def _choose(self, state: GrowthState, possible: Sequence[Move]) -> tuple[Move, str]:
         """Return the move to make and the reason. The first of the possible moves is NOTHING."""
         if len(possible) < 2:
-            return NOTHING, ""
+            return NOTHING, why_no_move(state)
         with torch.no_grad():
             found = self.model(torch.from_numpy(describe(state, possible)), torch.tensor(sizes_after(state, possible)))
         value = found.value(state.rent.parameters)

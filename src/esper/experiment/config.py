@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
+
+import msgspec
 
 from esper.config import ConfigError, Count, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Threads
-from esper.growth.config import TrainingConfig
+from esper.growth.config import GrowthConfig, TrainingConfig
 
-CONTROLLERS = ("heuristic", "random", "schedule", "never")  # controllers that need no file
+CONTROLLERS = ("heuristic", "learned", "random", "schedule", "never")  # names of controllers; all others are paths of controller files
+Settings = TypeVar("Settings", bound=TrainingConfig)
 
 
 def is_file_name(controller: str) -> bool:
@@ -18,6 +21,22 @@ def is_file_name(controller: str) -> bool:
     (True, True, False)
     """
     return Path(controller).suffix == ".safetensors" or "/" in controller
+
+
+def file_of_controller(controller: str) -> Path | None:
+    """Return the file of a trained controller: the one that comes with the package, or that of a path; None for all others."""
+    from esper.controller.trained import NAME, file_of
+
+    return file_of(controller) if controller == NAME or is_file_name(controller) else None
+
+
+def as_trained(config: Settings) -> Settings:
+    """Return the settings for a trained controller: those of growth that have their default values become those of its training."""
+    from esper.controller.config import ControllerConfig
+
+    defaults, trained = GrowthConfig(), ControllerConfig().growth
+    names = [name for name in GrowthConfig.__struct_fields__ if getattr(config, name) == getattr(defaults, name)]
+    return msgspec.structs.replace(config, **{name: getattr(trained, name) for name in names})
 
 
 class GrowTaskConfig(TrainingConfig):
@@ -35,7 +54,7 @@ class GrowTaskConfig(TrainingConfig):
     data: str | None = None  # package.module:make_loaders, which returns loaders: (train, validation) or (train, validation, test)
     loss: str | None = None  # package.module:loss, called as loss(outputs, targets); None: cross entropy
     step_loss: str | None = None  # package.module:step_loss, called as step_loss(model, batch), for batches that are not (inputs, targets)
-    controller: str = "heuristic"  # decides what grows: heuristic, random, schedule, never, or the file of a trained one
+    controller: str = "heuristic"  # decides what grows: heuristic, learned, random, schedule, never, or the file of a trained one
     twin: bool = False  # train a twin that never grows as well, from the same weights on the same batches
     epochs: PositiveInt = 40
     optimizer: Literal["adamw", "sgd"] = "adamw"  # of the host; sgd: with Nesterov momentum 0.9
@@ -74,7 +93,7 @@ class GrowTaskConfig(TrainingConfig):
     @property
     def controller_file(self) -> Path | None:
         """Return the file of a trained controller, or None."""
-        return Path(self.controller) if is_file_name(self.controller) else None
+        return file_of_controller(self.controller)
 
     @property
     def title(self) -> str:

@@ -204,7 +204,8 @@ def make_controller(config: GrowTaskConfig, own_copy: Path | None) -> Controller
     """Return the name of the controller or, if it is trained, load it: from the run's own copy of its file, if the run has one."""
     if config.controller_file is None:
         return config.controller
-    from esper.controller.learned import ControllerError, load_controller
+    from esper.controller.description import ControllerError
+    from esper.controller.learned import load_controller
 
     try:
         return load_controller(own_copy or config.controller_file)

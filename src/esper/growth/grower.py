@@ -48,7 +48,7 @@ from torch.optim import Optimizer
 from esper.display import Card
 from esper.growth.arguments import check_alphas, check_fit_together, check_ranks, players, ranks_of
 from esper.growth.config import GrowthConfig, GrowthError
-from esper.growth.controllers.baselines import as_controller
+from esper.growth.controllers.baselines import with_settings
 from esper.growth.events import BestRestored, EpochEnded, Folded
 from esper.growth.host.isolation import unwrap
 from esper.growth.host.slots import OptimizerFollower
@@ -83,7 +83,7 @@ class Grower:
     `optimizer`, `scaler` and `scheduler` are the user's own. The grower follows the optimiser's learning rates and keeps the states of all
     three in its snapshots; `scheduler` may be any object with `state_dict` and `load_state_dict`. The first snapshot is taken here and
     again in `begin`, so load weights and optimiser states before one of the two. `epochs` is the planned length of the training: a
-    controller that knows it does not grow too late.
+    controller that knows it does not grow too late. Without a `config`, a trained controller grows as it was trained (see `grow`).
 
     Rents and thresholds are fractions of the loss of a constant predictor. That loss is `config.governor.uninformed_loss` if set, else
     `scale` if given, else the mean training loss of the first epoch.
@@ -123,8 +123,8 @@ class Grower:
             raise GrowthError('best_by says which epoch is the best, and keep="last" returns the last one; leave one of them out')
         own_callbacks, sinks = Callbacks(callbacks), check_sinks(sinks)
         self.slotted, self.optimizer, self.scaler, self.epochs = slotted, optimizer, scaler, epochs
-        self.config, self._keeps_best = config or GrowthConfig(), keep == "best"
-        self.controller = as_controller(controller, self.config)
+        self.controller, self.config = with_settings(controller, config)
+        self._keeps_best = keep == "best"
         backends = make_backends(slotted, optimizer, self.config.seed_optimizer, seed_optimizer)
         self.host_growth: HostGrowth[ModuleBackend] = HostGrowth(
             backends, self.config, host=slotted.discovery.host, load=slotted.discovery.load, epochs=epochs, scale=scale

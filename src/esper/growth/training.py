@@ -24,6 +24,7 @@ from esper.config import ConfigError
 from esper.growth.arguments import MakeHostOptimizer, MakeScheduler
 from esper.growth.batches import LossFunction, StepLoss, with_article
 from esper.growth.config import GrowthConfig, GrowthError, TrainingConfig
+from esper.growth.controllers.baselines import with_settings
 from esper.growth.host.saving import save
 from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.governor import Diverged
@@ -93,8 +94,10 @@ def grow(
     in the end. Seeds that were connected later are taken out, and the ledger says so; the losses of all epochs are kept. This holds for a
     training that ends early or by Ctrl-C too. "last" returns the state after the last epoch.
 
-    **Growth.** `controller` decides what grows, where and when: a name ("heuristic", "never", "random", "schedule") or an object with a
-    method `decide(state)`. `config` holds all other settings of growth.
+    **Growth.** `controller` decides what grows, where and when: a name ("heuristic", "learned", "never", "random", "schedule") or an
+    object with a method `decide(state)`. `config` holds all other settings of growth. Without it, a trained controller ("learned", or one
+    of `esper.controller.load_controller`) grows with the blueprints and the budget that it was trained with, and all others by
+    `GrowthConfig()`. With it, a trained controller makes only the moves that these settings allow.
 
     **Precision.** `precision` is the autocast precision of all forward passes; "float16" adds a GradScaler. The weights stay float32.
 
@@ -125,6 +128,7 @@ def grow(
         raise GrowthError("resume needs the folder of the run: run=...")
     check_installed(tensorboard=tensorboard, wandb=wandb)
     own_callbacks, own_sinks = Callbacks(callbacks), check_sinks(sinks)
+    controller, config = with_settings(controller, config)
     training = Training(
         copy.deepcopy(model),
         train_loader,

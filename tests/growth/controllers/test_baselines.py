@@ -95,8 +95,10 @@ def test_a_controller_resumes_from_its_saved_state(make: Callable[[], Planned]) 
 
 def test_controllers_are_made_by_name() -> None:
     assert {make_controller(name, GrowthConfig()).name for name in CONTROLLERS} == {"heuristic", "never", "random", "schedule"}
-    with pytest.raises(GrowthError, match="no controller is named 'wise'; there are heuristic, never"):
+    with pytest.raises(GrowthError, match=r"no controller is named 'wise'; there are heuristic, never, random, schedule, learned$"):
         make_controller("wise", GrowthConfig())
+    with pytest.raises(GrowthError, match=r"pass controller=esper\.controller\.load_controller\(path\)"):
+        make_controller("mine.safetensors", GrowthConfig())
 
 
 def test_a_plan_for_a_negative_epoch_is_refused() -> None:

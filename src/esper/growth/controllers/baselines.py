@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -177,6 +178,18 @@ CONTROLLERS: dict[str, Callable[[GrowthConfig], CompleteController]] = {
     "random": lambda config: Random(seed=config.seed, seeds=config.baseline.random_seeds, until=config.baseline.random_until),
     "schedule": lambda config: Schedule(at=config.baseline.schedule_at),
 }
+# Controllers of packages that build on this one: module and function. They are imported when a user names them; growth needs none of them.
+FROM_OTHER_PACKAGES = {"learned": ("esper.controller.trained", "load_learned")}
+NAMES = (*CONTROLLERS, *FROM_OTHER_PACKAGES)
+
+
+def with_settings(controller: Controller | str, config: GrowthConfig | None) -> tuple[CompleteController, GrowthConfig]:
+    """Return a complete controller and the settings of growth.
+
+    Without `config`, they are those that a trained controller was trained with (its attribute `growth_config`), or else the defaults.
+    """
+    complete = as_controller(controller, config or GrowthConfig())
+    return complete, config or getattr(complete, "growth_config", None) or GrowthConfig()
 
 
 def as_controller(controller: Controller | str, config: GrowthConfig) -> CompleteController:
@@ -195,10 +208,12 @@ def as_controller(controller: Controller | str, config: GrowthConfig) -> Complet
 
 
 def make_controller(name: str, config: GrowthConfig) -> CompleteController:
-    """Return the controller of this name; see CONTROLLERS."""
+    """Return the controller of this name; see NAMES."""
+    if name in FROM_OTHER_PACKAGES:
+        module, function = FROM_OTHER_PACKAGES[name]
+        made: CompleteController = getattr(importlib.import_module(module), function)()
+        return made
     if name not in CONTROLLERS:
-        file = "; for the file of a trained one, pass controller=esper.controller.learned.load_controller(path)"
-        raise GrowthError(
-            f"no controller is named {name!r}; there are {', '.join(CONTROLLERS)}{file if name.endswith('.safetensors') else ''}"
-        )
+        file = "; for the file of a trained one, pass controller=esper.controller.load_controller(path)"
+        raise GrowthError(f"no controller is named {name!r}; there are {', '.join(NAMES)}{file if name.endswith('.safetensors') else ''}")
     return CONTROLLERS[name](config)

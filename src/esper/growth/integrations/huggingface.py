@@ -65,7 +65,7 @@ class GrowthTrainerCallback(TrainerCallback):
         callbacks: Sequence[Any] = (),
         sinks: Sequence[Sink] = (),
     ) -> None:
-        self.example_input, self.controller, self.config = example_input, controller, config or GrowthConfig()
+        self.example_input, self.controller, self.config = example_input, controller, config
         self.metrics, self.progress, self.on_event = check_functions(metrics), progress, on_event
         self.callbacks, self.sinks = check_callbacks(callbacks), check_sinks(sinks)
         self.grower: Grower | None = None
@@ -155,7 +155,7 @@ class GrowthTrainerCallback(TrainerCallback):
         if example is None:
             with isolated(trainer.model):  # because a loader may draw random numbers
                 example = dict(next(iter(self._loaders[0])))
-        return add_slots(trainer.model_wrapped, example, slots=self.config.slots)
+        return add_slots(trainer.model_wrapped, example, slots=None if self.config is None else self.config.slots)
 
     def _make_grower(self, trainer: Any, slotted: Slotted, *, epochs: int) -> Grower:
         return Grower(

@@ -80,7 +80,7 @@ class GrowthCallback(Callback):
         sinks: Sequence[Sink] = (),
     ) -> None:
         self.example_input, self.step_loss, self.model_attribute = example_input, step_loss, model_attribute
-        self.controller, self.config, self.metrics = controller, config or GrowthConfig(), check_functions(metrics)
+        self.controller, self.config, self.metrics = controller, config, check_functions(metrics)
         self.progress, self.on_event, self.callbacks, self.sinks = progress, on_event, check_callbacks(callbacks), check_sinks(sinks)
         self.grower: Grower | None = None
         self._saved: dict[str, Any] | None = None  # state from a checkpoint, until there is a grower for it
@@ -215,7 +215,7 @@ class GrowthCallback(Callback):
                     "LightningModule grows; leave it out"
                 )
         example = trainer.precision_plugin.convert_input(move(self.example_input, pl_module.device))
-        return add_slots(model, example, slots=self.config.slots)
+        return add_slots(model, example, slots=None if self.config is None else self.config.slots)
 
     def _make_grower(self, trainer: Any, slotted: Slotted) -> Grower:
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
