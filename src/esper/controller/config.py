@@ -112,7 +112,7 @@ class MoveNetworkConfig(Config):
     members: PositiveInt = 8  # of the ensemble of the value model
     width: Width = 64  # of its layers
     summary_width: Width = 64  # width of the input of the core, a summary of the host and the values of the moves
-    caution: NonNegativeFloat = 0.0  # standard errors of the members that are subtracted from the value of a move
+    caution: NonNegativeFloat = 0.15  # standard errors that are subtracted from the lead of a move over growing nothing more
     temperature: PositiveFloat = 0.02  # a move that is worth this much more, in units, is e times as likely at the start
 
 

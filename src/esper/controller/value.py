@@ -153,7 +153,7 @@ def fit(
 ) -> Fit:
     """Fit a model by Huber's loss. Every member sees the cells of a bootstrap sample, and is tested in the others.
 
-    Errors of gains above the mean absolute gain count linearly, because in a few cells hosts gain twenty times the mean.
+    Errors of gains above the mean absolute gain count linearly, because in some cells hosts gain more than ten times the mean.
     """
     streams = Streams(seed)
     model = ValueModel(generator=streams.torch("weights")).to(device)
