@@ -263,12 +263,8 @@ def wide_state(fleet: Fleet, row: int) -> State:
     model = fleet.stacked_model([row], only_kept=True)
     if model.arrangement is None:
         return fleet.host.rows.state_dict_of(row)
-    (part,) = model.arrangement.parts
-    (member,), formations, wide = part.members, model.arrangement.formations, part.leader
-    buffers = {name: model.tensors[name] for name in formations.buffers}
-    seeds = [model.stacked_seeds[number].as_wide() for number, _ in member.wide]
-    flat = wide.flat(formations.layout.flatten(model.tensors), seeds, wide.fill_of(wide))
-    return {name: tensor[0] for name, tensor in {**wide.joined(buffers, seeds, wide), **wide.parameters(flat)}.items()}
+    (tensors,) = model.wide_tensors
+    return {name: tensor[0] for name, tensor in tensors.items()}
 
 
 def assert_row_equals(fleet: Fleet, row: int, grown: esper.Grown, *, atol: float) -> None:

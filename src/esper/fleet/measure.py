@@ -16,13 +16,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from esper.fleet.device import upload
 from esper.fleet.hosts import Host, RowBackend
 from esper.fleet.seed_groups import AnyKind, SeedKind, SeedStorage, SeedStorages, SomeSeeds, StackedSeed, of_hosts, own_units
 from esper.fleet.stacked_model import Arrangement, StackedModel
-from esper.fleet.width import ROW, WidthKind
+from esper.fleet.width import WidthKind, statistics_of
 from esper.gradients import NoLossScales
 from esper.growth.host.layout import CPU
 from esper.growth.lifecycle.slots import SlotLifecycles
@@ -128,7 +128,7 @@ def are_finite(stacked_model: StackedModel, trained: Iterable[str], hosts: int) 
     """Return whether all weights of a host and of its seeds are finite [hosts]. `trained` are the names of the host's trained weights."""
     found = torch.stack([stacked_model.tensors[name].flatten(1).isfinite().all(1) for name in trained]).all(0)
     for stacked in stacked_model.stacked_seeds:
-        own = torch.stack([weight.flatten(1).isfinite().all(1) for weight in stacked.weights.values()]).all(0)
+        own = stacked.rows.isfinite().all(1)
         index = torch.arange(hosts, device=own.device) if stacked.index is None else stacked.index
         found = found.index_copy(0, index, found.index_select(0, index) & own)
     return found
@@ -378,14 +378,12 @@ class _WideTrial(_Trial):
         drawn = {one.config.seed: kind.build(random_seed=one.config.seed) for one in lifecycles}
         seeds, device = [drawn[one.config.seed] for one in lifecycles], storage.place.device
         with torch.no_grad():
-            rows = torch.cat(
-                [kind.layout.flatten({name: weight.unsqueeze(0) for name, weight in seed.named_parameters()}) for seed in seeds]
-            )
-            found = [dict(seed.named_buffers()) for seed in seeds]
-            buffers = {name: upload(torch.stack([own[name] for own in found]), device) for name in kind.buffers.shapes}
-        weights = {ROW: upload(rows, device).requires_grad_()}
+            rows = torch.stack([nn.utils.parameters_to_vector(seed.parameters()) for seed in seeds])
+            statistics = [[buffer.flatten() for buffer in statistics_of(seed).values()] for seed in seeds]
+            buffers = torch.stack([torch.cat([rows.new_zeros(0), *own]) for own in statistics])
+        weights = upload(rows, device).requires_grad_()
         alpha, orders = torch.ones(len(positions), dtype=rows.dtype, device=device), [order] * len(positions)
-        self.stacked = StackedSeed(storage.place, kind, weights, alpha, upload(places, device), places, orders, buffers)
+        self.stacked = StackedSeed(storage.place, kind, weights, alpha, upload(places, device), places, orders, upload(buffers, device))
 
     def add_step(self, gradient: Tensor, scales: NoLossScales) -> None:
         """Add one step, given the scaled gradient [R, ...] of all weights of the candidate."""

@@ -102,9 +102,9 @@ def step_bytes(
     if wider is not None:
         formations, kind = wider
         weights.append(torch.zeros(1, kind.layout.width, dtype=kind.place.dtype, device=inputs.device, requires_grad=True))
-        buffers = kind.buffers.unflatten(torch.zeros(1, kind.buffers.width, dtype=kind.place.dtype, device=inputs.device))
+        buffers = torch.zeros(1, kind.buffers.width, dtype=kind.place.dtype, device=inputs.device)
         alpha = torch.ones(1, dtype=kind.place.dtype, device=inputs.device)
-        seeds = [StackedSeed(kind.place, kind, kind.weights_of(weights[-1]), alpha, None, [0], [1], buffers)]
+        seeds = [StackedSeed(kind.place, kind, weights[-1], alpha, None, [0], [1], buffers)]
         arrangement = Arrangement.of(formations, seeds, 1)
 
     def losses(recompute: Recompute) -> Tensor:
@@ -124,7 +124,7 @@ def seed_bytes(seed_kind: SeedKind, samples: int, precision: torch.dtype | None)
 
     def outputs(recompute: Recompute) -> Tensor:
         with torch.autocast(place.device.type, dtype=precision, enabled=precision is not None):
-            return h + seed_kind.delta(seed_kind.layout.unflatten(flat), h)
+            return h + seed_kind.delta(flat, h)
 
     with _own_random_state(place.device):
         return _backward_bytes(outputs, apart_from=[h, flat])

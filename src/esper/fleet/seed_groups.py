@@ -33,7 +33,7 @@ from esper.fleet.optimizers import RowOptimizer, clip_rows_
 from esper.fleet.stacked.convolutions import has_triton
 from esper.fleet.stacked.lowering import lower
 from esper.fleet.stacked.rows import Layout
-from esper.fleet.width import ROW, WideSeeds, WidthKind
+from esper.fleet.width import WidthKind
 from esper.growth.config import GrowthConfig, SeedOptimizerConfig
 from esper.growth.host.layout import CPU, Place
 from esper.growth.lifecycle.backend import SeedPlan
@@ -43,6 +43,7 @@ from esper.growth.seeds.blueprints import get_blueprint, live_parameters
 from esper.growth.seeds.seed import Blending, Seed, WidePlan
 from esper.growth.seeds.width import plan_in
 
+ABSENT = -1  # owner of a width seed whose host is not in the stacked model
 MakeRowOptimizer = Callable[[Tensor], RowOptimizer]  # weights [N, P] -> an optimiser of these rows
 
 
@@ -70,12 +71,9 @@ class SeedKind:
         """Return a new seed on the CPU."""
         return Seed(replace(self.place, device=CPU), self.blueprint, random_seed=random_seed, blending=self.blending)
 
-    def weights_of(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return rows of weights [R, ...] as a stacked seed holds them: by name."""
-        return self.layout.unflatten(rows)
-
-    def delta(self, weights: Mapping[str, Tensor], h: Tensor) -> Tensor:
-        """Return the change of h [B, R, ...] by the seeds, before alpha: `Seed.delta` for all rows at once."""
+    def delta(self, rows: Tensor, h: Tensor) -> Tensor:
+        """Return the change of h [B, R, ...] by seeds with these rows of weights [R, ...], before alpha: `Seed.delta` for all at once."""
+        weights = self.layout.unflatten(rows)
         branch = self.branch(_without_prefix("branch.", weights), h)
         if self.blending == "multiply":
             return h * branch.tanh()
@@ -183,12 +181,12 @@ class StackedSeed:
 
     place: Place  # of their slot
     seed_kind: AnyKind
-    weights: Mapping[str, Tensor]  # [R, ...]
+    rows: Tensor  # weights [R, ...]; the rows may be longer than those of the kind
     alpha: Tensor  # [R]
     index: Tensor | None  # positions of their hosts in the stacked model [R]; None: all hosts, in order
-    owners: Sequence[int]  # the same positions as Python numbers, which are needed without reading the device
+    owners: Sequence[int]  # the same positions as Python numbers, which are needed without reading the device; ABSENT: not in the model
     orders: Sequence[int]  # of width seeds: in a host, the units of one with a smaller order come first
-    buffers: Mapping[str, Tensor]  # [R, ...], statistics of width seeds
+    buffers: Tensor  # [R, ...], statistics of width seeds
 
     @property
     def slot(self) -> str:
@@ -196,27 +194,21 @@ class StackedSeed:
 
     def part(self, seeds: SomeSeeds) -> StackedSeed:
         """Return some of the seeds, with new positions of their hosts."""
+        if self.seed_kind.plan:  # the rows of width seeds are chosen when they are put together with those of the hosts
+            owners = dict(zip(seeds.numbers, seeds.owners, strict=True))
+            return replace(self, owners=[owners.get(number, ABSENT) for number in range(len(self.owners))])
         chosen = seeds.chosen
         if chosen is None:
             return replace(self, index=seeds.index, owners=seeds.owners)
-        weights, buffers = (
-            {name: tensor.index_select(0, chosen) for name, tensor in some.items()} for some in (self.weights, self.buffers)
-        )
+        rows, alpha, buffers = (tensor.index_select(0, chosen) for tensor in (self.rows, self.alpha, self.buffers))
         orders = [self.orders[number] for number in seeds.numbers]
-        return StackedSeed(
-            self.place, self.seed_kind, weights, self.alpha.index_select(0, chosen), seeds.index, seeds.owners, orders, buffers
-        )
-
-    def as_wide(self) -> WideSeeds:
-        """Return width seeds as a formation takes them."""
-        assert isinstance(self.seed_kind, WidthKind)
-        return WideSeeds(self.seed_kind, self.weights[ROW], self.alpha, self.buffers)
+        return StackedSeed(self.place, self.seed_kind, rows, alpha, seeds.index, seeds.owners, orders, buffers)
 
     def delta(self, own: Tensor) -> Tensor:
         """Return the deltas [B, R, ...] of the seeds, before alpha, for the activations `own` [B, R, ...] of their hosts."""
         assert isinstance(self.seed_kind, SeedKind)
         # Autocast computes norms in float32, which must not change the precision of the host.
-        return self.seed_kind.delta(self.weights, own).to(own.dtype)
+        return self.seed_kind.delta(self.rows, own).to(own.dtype)
 
 
 @dataclass(frozen=True)
@@ -356,9 +348,8 @@ class SeedGroup:
 
     def stacked(self, rows: Tensor, buffers: Tensor, alpha: Tensor, *, hosts: int) -> StackedSeed:
         """Return the group as part of a stacked model of `hosts` hosts, with these rows of weights and buffers."""
-        kind, index = self.seed_kind, None if list(self.hosts) == list(range(hosts)) else self.index
-        weights, statistics = kind.weights_of(rows[:, : kind.layout.width]), kind.buffers.unflatten(buffers[:, : kind.buffers.width])
-        return StackedSeed(self.storage.place, kind, weights, alpha, index, self.hosts, self.orders, statistics)
+        index = None if list(self.hosts) == list(range(hosts)) else self.index
+        return StackedSeed(self.storage.place, self.seed_kind, rows, alpha, index, self.hosts, self.orders, buffers)
 
 
 class SeedBatch:
@@ -415,6 +406,12 @@ class SeedBatch:
             self.skipped.add_(may_step & ~host_steps)
             may_step = may_step & host_steps
         self._optimizer.step(gradient, active=may_step)
+
+    def write_statistics(self, rows: Sequence[Tensor]) -> None:
+        """Write the statistics of every group of width seeds, [R, ...] each."""
+        wide = (own for group, own in zip(self.groups, self._buffers.split_with_sizes(self._counts), strict=True) if group.seed_kind.plan)
+        for own, values in zip(wide, rows, strict=True):
+            own.copy_(values)
 
     @torch.no_grad()
     def put_back(self) -> None:

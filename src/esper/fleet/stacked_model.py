@@ -16,16 +16,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper.fleet.device import upload
-from esper.fleet.seed_groups import MakeRowOptimizer, SomeSeeds, StackedSeed, act
+from esper.fleet.seed_groups import ABSENT, MakeRowOptimizer, SomeSeeds, StackedSeed, act
 from esper.fleet.stacked.lowering import At, Recompute, Stacked, lower
 from esper.fleet.stacked.rows import Layout, ModuleRows
-from esper.fleet.width import Fill, Formation, Formations, WidthKind
+from esper.fleet.width import Assembly, Formation, Formations, PartRows, What, WidthKind
 from esper.gradients import LossScales, NoLossScales
 from esper.growth.host.layout import Place
 
@@ -101,6 +102,18 @@ class HostGroup:
         """Return parameters and buffers by name, [A, ...]; gradients of the parameters flow to `flat`."""
         return self._layout.unflatten(self.flat) | self._views
 
+    def copies(self, index: Tensor) -> dict[str, Tensor]:
+        """Return copies of the parameters and buffers of some hosts by name, without gradients."""
+        found = self._layout.unflatten(self.flat.detach().index_select(0, index))
+        for part, copy in zip(self.storage.rows.constants, self._constants, strict=True):
+            found |= part.layout.unflatten(copy.index_select(0, index))
+        return found
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write buffers, given by name, [A, ...]."""
+        for name, values in tensors.items():
+            self._views[name].copy_(values)
+
     def learn(self, gradient: Tensor, *, active: Tensor | None = None) -> None:
         """Take one optimiser step along the gradient [A, P] for the hosts that are `active` [A]; None: for all."""
         self._optimizer.step(gradient, active=active)
@@ -116,21 +129,11 @@ class HostGroup:
 
 @dataclass(frozen=True)
 class EqualHosts:
-    """Hosts with width seeds of the same kinds. Seeds are given by numbers of the model's `StackedSeed`s."""
+    """Hosts with width seeds of the same kinds."""
 
     formation: Formation
     hosts: Sequence[int]  # positions in the stacked model
-    index: Tensor | None  # the same on the device; None: all hosts, in order
-    wide: Sequence[tuple[int, SomeSeeds]]  # width seeds in the order of their units, one in every host
-
-    @classmethod
-    def of(
-        cls, formations: Formations, stacked_seeds: Sequence[StackedSeed], wide: Sequence[int], hosts: Sequence[int], *, total: int
-    ) -> EqualHosts:
-        """Return these hosts out of `total`. `wide` are the numbers of their width seeds."""
-        kinds = [kind for number in wide if isinstance(kind := stacked_seeds[number].seed_kind, WidthKind)]
-        by_number = dict(_seeds_of(formations, stacked_seeds, hosts))
-        return cls(formations.of(kinds), hosts, _index_of(formations, hosts, total), [(number, by_number[number]) for number in wide])
+    wide: Sequence[int]  # numbers of the model's `StackedSeed`s that are their width seeds, in the order of their units
 
 
 @dataclass(frozen=True)
@@ -138,37 +141,36 @@ class HostPart:
     """Hosts of a stacked model that are computed together, as hosts of the leader, the widest formation among them."""
 
     leader: Formation
-    members: Sequence[EqualHosts]
-    fills: Sequence[Fill | None]  # of the members; None: their weights are those of the leader
-    hosts: Sequence[int]  # of all members, positions in the stacked model
-    index: Tensor | None  # the same on the device; None: all hosts, in order
-    others: Sequence[tuple[int, SomeSeeds]]  # seeds that are no width seeds
+    hosts: Sequence[int]  # positions in the stacked model, in order
+    index: Tensor | None  # the same on the device; None: all hosts
+    others: Sequence[tuple[int, SomeSeeds]]  # seeds that are no width seeds, by numbers of the model's `StackedSeed`s
 
     @classmethod
-    def of(cls, formations: Formations, stacked_seeds: Sequence[StackedSeed], members: Sequence[EqualHosts], *, total: int) -> HostPart:
-        leader, hosts = members[0].formation, [host for member in members for host in member.hosts]
-        others = [
-            (number, some) for number, some in _seeds_of(formations, stacked_seeds, hosts) if not stacked_seeds[number].seed_kind.plan
+    def of(cls, members: Sequence[EqualHosts], stacked_seeds: Sequence[StackedSeed], total: int, device: torch.device) -> HostPart:
+        """Return the part with these members, out of `total` hosts."""
+        hosts = sorted(host for member in members for host in member.hosts)
+        places = {host: place for place, host in enumerate(hosts)}
+        others: list[tuple[int, SomeSeeds]] = []
+        for number, stacked in enumerate(stacked_seeds):
+            seeds = [seed for seed, owner in enumerate(stacked.owners) if owner in places]
+            if seeds and not stacked.seed_kind.plan:
+                owners = [places[stacked.owners[seed]] for seed in seeds]
+                others.append((number, SomeSeeds.of(seeds, len(stacked.owners), owners, len(hosts), device)))
+        return cls(members[0].formation, hosts, None if len(hosts) == total else upload(hosts, device), others)
+
+    def rows(self, members: Sequence[EqualHosts], stacked_seeds: Sequence[StackedSeed], what: What) -> PartRows:
+        """Return where the rows of the hosts come from. Kinds of width seeds are numbered among the `StackedSeed`s with such seeds."""
+        kinds = [number for number, stacked in enumerate(stacked_seeds) if stacked.seed_kind.plan]
+        member_of = {host: place for place, member in enumerate(members) for host in member.hosts}
+        seeds = [
+            [(kinds.index(number), stacked_seeds[number].owners.index(host)) for number in members[member_of[host]].wide]
+            for host in self.hosts
         ]
-        fills = [leader.fill_of(member.formation) if member.wide or len(members) > 1 else None for member in members]
-        return cls(leader, members, fills, hosts, _index_of(formations, hosts, total), others)
+        fills = [self.leader.fill_of(member.formation, what) for member in members]
+        return PartRows(self.hosts, seeds, fills, [member_of[host] for host in self.hosts], self.leader.layouts[what])
 
 
-def _seeds_of(formations: Formations, stacked_seeds: Sequence[StackedSeed], hosts: Sequence[int]) -> list[tuple[int, SomeSeeds]]:
-    """Return the seeds of these hosts, by the numbers of the stacked seeds that have some of them."""
-    found: list[tuple[int, SomeSeeds]] = []
-    for number, stacked in enumerate(stacked_seeds):
-        # In the order of the hosts, because the weights of width seeds are put beside those of the hosts.
-        of_owner = {owner: seed for seed, owner in enumerate(stacked.owners)}
-        seeds = [(of_owner[host], place) for place, host in enumerate(hosts) if host in of_owner]
-        if seeds:
-            numbers, places = [seed for seed, _ in seeds], [place for _, place in seeds]
-            found.append((number, SomeSeeds.of(numbers, len(stacked.owners), places, len(hosts), formations.device)))
-    return found
-
-
-def _index_of(formations: Formations, hosts: Sequence[int], total: int) -> Tensor | None:
-    return None if list(hosts) == list(range(total)) else upload(hosts, formations.device)
+States = Sequence[Mapping[str, Tensor]]  # running statistics of the hosts of every part by name, [hosts, ...]
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,8 @@ class Arrangement:
     formations: Formations
     parts: Sequence[HostPart]
     inverse: Tensor | None  # place of every host in the parts, one behind another; None: they are in order
+    weights: Assembly
+    statistics: Assembly
 
     @classmethod
     def of(cls, formations: Formations, stacked_seeds: Sequence[StackedSeed], hosts: int, *, is_padded: bool = True) -> Arrangement | None:
@@ -185,25 +189,51 @@ class Arrangement:
 
         Without `is_padded`, only hosts of the same formation are in one part.
         """
-        if not any(stacked.seed_kind.plan for stacked in stacked_seeds):
+        wide = [stacked for stacked in stacked_seeds if stacked.seed_kind.plan]
+        if not wide:
             return None
         # Width seeds of every host as (order, number of the stacked seed).
         owned: list[list[tuple[int, int]]] = [[] for _ in range(hosts)]
         for number, stacked in enumerate(stacked_seeds):
             if stacked.seed_kind.plan:
                 for owner, order in zip(stacked.owners, stacked.orders, strict=True):
-                    owned[owner].append((order, number))
+                    if owner != ABSENT:
+                        owned[owner].append((order, number))
         grouped: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for host, seeds in enumerate(owned):
             grouped[tuple(number for _, number in sorted(seeds))].append(host)
-        equal = [EqualHosts.of(formations, stacked_seeds, wide, some, total=hosts) for wide, some in grouped.items()]
-        parts = [
-            HostPart.of(formations, stacked_seeds, members, total=hosts)
-            for members in (_together(formations, equal) if is_padded else [[one] for one in equal])
+        equal = [
+            EqualHosts(formations.of([_wide_kind(stacked_seeds[number]) for number in own]), some, own) for own, some in grouped.items()
         ]
+        together = _together(formations, equal) if is_padded else [[one] for one in equal]
+        parts = [HostPart.of(members, stacked_seeds, hosts, formations.device) for members in together]
         places = {host: place for place, host in enumerate(host for part in parts for host in part.hosts)}
         inverse = [places[host] for host in range(hosts)]
-        return cls(formations, parts, None if inverse == list(range(hosts)) else upload(inverse, formations.device))
+
+        def assembly(what: What, rows: Sequence[Tensor]) -> Assembly:
+            shapes = [torch.Size((hosts, formations.layouts[what].width)), *(own.shape for own in rows)]
+            of_parts = [part.rows(members, stacked_seeds, what) for part, members in zip(parts, together, strict=True)]
+            return Assembly(of_parts, shapes, wide[0].alpha)
+
+        weights, statistics = assembly("weights", [one.rows for one in wide]), assembly("statistics", [one.buffers for one in wide])
+        return cls(formations, parts, None if len(parts) == 1 else upload(inverse, formations.device), weights, statistics)
+
+    @torch.no_grad()
+    def states(self, tensors: Mapping[str, Tensor], stacked_seeds: Sequence[StackedSeed]) -> States:
+        """Return copies of the running statistics of hosts, given by name, and of their seeds, put together."""
+        layout, rows = self.formations.layouts["statistics"], [stacked.buffers for stacked in stacked_seeds if stacked.seed_kind.plan]
+        hosts = sum(len(part.hosts) for part in self.parts)
+        return self.statistics.joined([layout.flatten(tensors) if layout.shapes else rows[0].new_zeros(hosts, 0), *rows])
+
+    def apart(self, states: States) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Return the running statistics of the hosts by name, and those of every kind of width seeds."""
+        own, *rows = self.statistics.apart(states)
+        return self.formations.layouts["statistics"].unflatten(own), rows
+
+
+def _wide_kind(stacked: StackedSeed) -> WidthKind:
+    assert isinstance(stacked.seed_kind, WidthKind)
+    return stacked.seed_kind
 
 
 def _together(formations: Formations, equal: Sequence[EqualHosts]) -> list[list[EqualHosts]]:
@@ -238,6 +268,7 @@ class StackedModel:
     precision: torch.dtype | None = None  # of activations under autocast; None: that of the weights
     recompute: Recompute | None = None  # runs the blocks whose activations are recomputed in the backward pass; None: keep all
     arrangement: Arrangement | None = None
+    states: States | None = None  # of the arrangement, which training passes change; None: copies of those of hosts and seeds
 
     @property
     def _places(self) -> list[Place]:
@@ -253,61 +284,41 @@ class StackedModel:
         if self.arrangement is None:
             at = _at_slots(self.stacked_seeds, self._places, watch, None)
             return self._losses(self.host, self.tensors, inputs, targets, training, at)
-        weights = self.arrangement.formations.layout.flatten(self.tensors)
-        found = [self._losses_of_part(part, weights, inputs, targets, training, watch) for part in self.arrangement.parts]
+        parts = zip(self.arrangement.parts, self.wide_tensors, strict=True)
+        found = [self._losses_of_part(part, tensors, inputs, targets, training, watch) for part, tensors in parts]
         losses, inverse = found[0] if len(found) == 1 else torch.cat(found, dim=1), self.arrangement.inverse
         return losses if inverse is None else losses.index_select(1, inverse)
 
-    def _losses_of_part(
-        self, part: HostPart, weights: Tensor, inputs: Tensor, targets: Tensor, training: bool, watch: Watch | None
-    ) -> Tensor:
-        """Return the loss of every sample of the hosts of a part. `weights` [N, P] are those of all hosts."""
+    @cached_property
+    def wide_tensors(self) -> list[dict[str, Tensor]]:
+        """Parameters and buffers of the hosts of every part of the arrangement by name, [hosts, ...]."""
         assert self.arrangement is not None
-        buffers = {name: self.tensors[name] for name in self.arrangement.formations.buffers}
+        formations, wide = self.arrangement.formations, [stacked for stacked in self.stacked_seeds if stacked.seed_kind.plan]
+        rows = [formations.layouts["weights"].flatten(self.tensors), *(stacked.rows for stacked in wide)]
+        weights = self.arrangement.weights.joined(rows, [stacked.alpha for stacked in wide])
+        states = self.states or self.arrangement.states(self.tensors, self.stacked_seeds)
+        found: list[dict[str, Tensor]] = []
+        for part, own_weights, own_states in zip(self.arrangement.parts, weights, states, strict=True):
+            others = {name: self.tensors[name] for name in formations.buffers}
+            if part.index is not None:
+                others = {name: buffer.index_select(0, part.index) for name, buffer in others.items()}
+            found.append({**others, **own_states, **own_weights})
+        return found
+
+    def _losses_of_part(
+        self, part: HostPart, tensors: Mapping[str, Tensor], inputs: Tensor, targets: Tensor, training: bool, watch: Watch | None
+    ) -> Tensor:
+        """Return the loss of every sample of the hosts of a part, given their parameters and buffers by name."""
+        assert self.arrangement is not None
         if part.index is not None:
             inputs, targets = inputs.index_select(1, part.index), targets.index_select(1, part.index)
-        flat: list[Tensor] = []
-        joined: list[dict[str, Tensor]] = []
-        for member, fill in zip(part.members, part.fills, strict=True):
-            seeds = [self.stacked_seeds[number].part(some).as_wide() for number, some in member.wide]
-            own = {name: _chosen(buffer, member.index) for name, buffer in buffers.items()}
-            of_hosts = _chosen(weights, member.index)
-            flat.append(of_hosts if fill is None else member.formation.flat(of_hosts, seeds, fill))
-            joined.append(member.formation.joined(own, seeds, part.leader))
-        states = joined[0] if len(joined) == 1 else {name: torch.cat([one[name] for one in joined]) for name in buffers}
-        tensors = {**states, **part.leader.parameters(torch.cat(flat) if len(flat) > 1 else flat[0])}
-        others = [self.stacked_seeds[number].part(some) for number, some in part.others]
-        at = _at_slots(others, self._places, watch, part.hosts)
+        in_depth = [self.stacked_seeds[number].part(some) for number, some in part.others]
+        at = _at_slots(in_depth, self._places, watch, part.hosts)
         losses = self._losses(part.leader.stacked, tensors, inputs, targets, training, at)
-        if training:
-            self._put_back(part, states)
-        return losses
-
-    @torch.no_grad()
-    def _put_back(self, part: HostPart, states: Mapping[str, Tensor]) -> None:
-        """Write the running statistics of a pass of some hosts to those of the stacked model and its seeds."""
-        assert self.arrangement is not None
-        start = 0
-        for member in part.members:
+        if training and part.index is not None:
             for name in self.arrangement.formations.buffers:
-                # In a wide host, the statistics of the seeds come behind those of the host, and padding behind them.
-                targets = [(self.tensors[name], member.index)]
-                for place, own_name in member.formation.statistics.get(name, ()):
-                    number, some = member.wide[place]
-                    targets.append((self.stacked_seeds[number].buffers[own_name], some.chosen))
-                # A part of one kind of hosts may have the buffers themselves, which need no copy.
-                values = states[name] if len(part.members) == 1 else states[name][start : start + len(member.hosts)]
-                column = 0
-                for target, index in targets:
-                    value = values
-                    if name in part.leader.statistics:
-                        value = values.narrow(1, column, target.shape[1])
-                        column += target.shape[1]
-                    if index is not None:
-                        target.index_copy_(0, index, value)
-                    elif target is not value:
-                        target.copy_(value)
-            start += len(member.hosts)
+                self.tensors[name].index_copy_(0, part.index, tensors[name])
+        return losses
 
     def _losses(self, host: Stacked, tensors: Mapping[str, Tensor], inputs: Tensor, targets: Tensor, training: bool, at: At) -> Tensor:
         """Return the loss of every sample, computed by one stacked network."""
@@ -343,8 +354,3 @@ def _at_slots(stacked_seeds: Sequence[StackedSeed], places: Iterable[Place], wat
         return h
 
     return at
-
-
-def _chosen(tensor: Tensor, index: Tensor | None) -> Tensor:
-    """Return the rows of a tensor at these places; None: all."""
-    return tensor if index is None else tensor.index_select(0, index)

@@ -30,8 +30,7 @@ from esper.fleet.device import upload
 from esper.fleet.measure import RowProbe
 from esper.fleet.seed_groups import SeedBatch, SeedGroup, SomeSeeds, StackedSeed
 from esper.fleet.stacked.lowering import Recompute
-from esper.fleet.stacked_model import Arrangement, HostGroup, HostStorage, StackedModel, Watch
-from esper.fleet.width import ROW
+from esper.fleet.stacked_model import Arrangement, HostGroup, HostStorage, StackedModel, States, Watch
 from esper.growth.config import SeedOptimizerConfig
 
 
@@ -75,6 +74,8 @@ class TrainSegment:
         self._now = torch.zeros(1, dtype=torch.int64, device=plan.rates.device)  # the step number
         stacked_seeds = plan.connected.stacked_seeds(self._now, hosts=len(plan.rows))
         self._arrangement = Arrangement.of(host.formations, stacked_seeds, len(plan.rows), is_padded=plan.may_pad)
+        # Running statistics of the wide hosts, taken apart after the last step.
+        self._states = None if self._arrangement is None else self._arrangement.states(self._group.tensors(), stacked_seeds)
         self._second_passes: dict[RowProbe, _SecondPass] = {}  # for the width candidates of probes
 
     def run(self, batches: Tensor) -> Tensor:
@@ -93,6 +94,12 @@ class TrainSegment:
             for probe in probes:
                 if probe.window.stop <= done:
                     probe.close()
+        if self._arrangement is not None and self._states is not None:
+            of_hosts, of_seeds = self._arrangement.apart(self._states)
+            self._group.write(of_hosts)
+            self.plan.connected.write_statistics(of_seeds)
+        if self._shadow is not None:
+            self._shadow.write_statistics()
         for learner in (self.plan.connected, self.plan.in_shadow, self._group):
             learner.put_back()
         return losses
@@ -133,7 +140,13 @@ class TrainSegment:
         seeds = self.plan.connected
         stacked_seeds = seeds.stacked_seeds(self._now, hosts=len(self.plan.rows))
         stacked_model = StackedModel(
-            self._group.stacked, self._group.tensors(), stacked_seeds, self.plan.precision, self.plan.recompute, self._arrangement
+            self._group.stacked,
+            self._group.tensors(),
+            stacked_seeds,
+            self.plan.precision,
+            self.plan.recompute,
+            self._arrangement,
+            self._states,
         )
         losses = stacked_model.losses(inputs, targets, training=True, watch=self._watch(probes))
         learning = [self._group.flat, *([seeds.flat] if len(seeds) else [])]
@@ -156,7 +169,7 @@ class TrainSegment:
         second, candidates = self._second_passes[probe], probe.wide_candidates()
         losses = second.losses(self._group, candidates, inputs, targets, self._now)
         scaled = self._group.scales.scaled(losses, second.index)
-        probe.ask_width(torch.autograd.grad(scaled.sum(), [stacked.weights[ROW] for stacked in candidates]), self._group.scales)
+        probe.ask_width(torch.autograd.grad(scaled.sum(), [stacked.rows for stacked in candidates]), self._group.scales)
 
     def _watch(self, probes: Sequence[RowProbe]) -> Watch | None:
         """Return one function that passes the activations to the shadow's recorder and to all probes; None where there are none."""
@@ -196,6 +209,7 @@ class _SecondPass:
         self._places = {host: place for place, host in enumerate(hosts)}
         self._connected = [self.seeds_of(group) for group in plan.connected.groups]
         self._arrangement: Arrangement | None = None
+        self._states: States | None = None
         self._is_arranged = False
 
     def seeds_of(self, group: SeedGroup) -> SomeSeeds:
@@ -208,26 +222,32 @@ class _SecondPass:
         self, host: HostGroup, learning: Sequence[StackedSeed], inputs: Tensor, targets: Tensor, now: Tensor, watch: Watch | None = None
     ) -> Tensor:
         """Return the losses of these hosts with their connected seeds and those that are `learning`; only the latter have a gradient."""
-        stacked_seeds = [*self._connected_seeds(now), *learning]
+        stacked_seeds, own = [*self._connected_seeds(now), *learning], host.copies(self.index)
         if not self._is_arranged:  # in the first step, which is not recorded
             formations = host.storage.formations
             self._arrangement = Arrangement.of(formations, stacked_seeds, len(self.hosts), is_padded=self.plan.may_pad)
+            self._states = None if self._arrangement is None else self._arrangement.states(own, stacked_seeds)
             self._is_arranged = True
-        own = {name: tensor.detach().index_select(0, self.index) for name, tensor in host.tensors().items()}
-        stacked_model = StackedModel(host.stacked, own, stacked_seeds, self.plan.precision, self.plan.recompute, self._arrangement)
+        stacked_model = StackedModel(
+            host.stacked, own, stacked_seeds, self.plan.precision, self.plan.recompute, self._arrangement, self._states
+        )
         inputs, targets = (tensor.index_select(1, self.index) for tensor in (inputs, targets))
         return stacked_model.losses(inputs, targets, training=True, watch=watch)
 
+    def statistics(self, kinds: int) -> list[Tensor]:
+        """Return the running statistics of the last kinds of width seeds."""
+        rows = self._arrangement.apart(self._states)[1] if self._arrangement is not None and self._states is not None else []
+        return rows[len(rows) - kinds :]
+
     def _connected_seeds(self, now: Tensor) -> Iterator[StackedSeed]:
-        """Yield the connected seeds of these hosts with their present weights, detached, and copies of their statistics."""
+        """Yield the connected seeds of these hosts with their present weights, detached."""
         if not any(some.numbers for some in self._connected):
             return
         stacked_seeds = self.plan.connected.stacked_seeds(now, hosts=len(self.plan.rows))
         for stacked, some in zip(stacked_seeds, self._connected, strict=True):
             if some.numbers:
                 part = stacked.part(some)
-                weights = {name: tensor.detach() for name, tensor in part.weights.items()}
-                yield replace(part, weights=weights, buffers={name: tensor.clone() for name, tensor in part.buffers.items()})
+                yield replace(part, rows=part.rows.detach())
 
 
 class _Shadow:
@@ -312,6 +332,11 @@ class _Shadow:
         seeds.learn(gradient, now, self.plan.rates, config, active=stepping)
         self._recorded.clear()
         return stepping
+
+    def write_statistics(self) -> None:
+        """Write the running statistics of the seeds."""
+        seeds = self.plan.in_shadow
+        seeds.write_statistics(self._second.statistics(sum(bool(group.seed_kind.plan) for group in seeds.groups)))
 
     def _pass(self, host: HostGroup, part: int, inputs: Tensor, targets: Tensor, now: Tensor) -> list[Tensor]:
         """Return the gradient of the shadow seeds [Q, P], multiplied by the loss scales, on one part of the batch."""

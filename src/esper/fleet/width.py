@@ -2,17 +2,18 @@
 
 A host with width seeds is the host that `esper.growth.seeds.width.fold` would make of it. Its wide weights are put together in every step
 from the weights of the host and of its seeds, and the wide host is computed by the same kernels as any other. Gradients go the same way
-back, so hosts and seeds learn apart, each by its own optimiser. Running statistics are put together in front of a pass and taken apart
-behind it.
+back, so hosts and seeds learn apart, each by its own optimiser. Running statistics are put together once for all steps up to the next
+decision, and taken apart behind them.
 
 - `WidthKind`: width seeds with the same parts, and the layout of their weights and statistics in a row.
-- `Formation`: hosts with the same parts of seeds. It has the wide host as a stacked module, and puts its tensors together.
+- `Formation`: hosts with the same parts of seeds. It has the wide host as a stacked module, and says where its numbers come from.
 - `Formations`: all formations of a fleet that were needed so far.
+- `Assembly`: puts the rows of all wide hosts together by one gather, and takes them apart by another.
 
 Small hosts of different widths are computed together, as hosts of the widest among them, whose other units and weights are zero. A kernel
 takes about as long for few numbers as for many.
 
-Shapes: N = hosts, P = weights of a host, S = weights of a host and its seeds, W = weights of the wide host.
+Shapes: N = hosts, P = numbers of a host, W = numbers of a wide host, G = numbers of all wide hosts, S = numbers of all hosts and seeds.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
 
 from esper.fleet.device import upload
 from esper.fleet.stacked.lowering import Stacked, lower
@@ -34,7 +36,8 @@ from esper.growth.seeds.seed import WidePlan
 from esper.growth.seeds.width import WidthSeed, fold
 
 _WORK_OF_A_PART = {"cpu": 5e7, "cuda": 5e9}  # FLOPs in the time that the kernels of a small part take to start, by device; estimates
-ROW = "row"  # name of the weights of a width seed among those of a stacked seed: they are not split into tensors
+What = Literal["weights", "statistics"]
+WHATS: tuple[What, ...] = ("weights", "statistics")
 
 
 class WidthKind:
@@ -47,49 +50,29 @@ class WidthKind:
         self.buffers = Layout.of_tensors(statistics_of(seed), place.dtype)
         # `is_back` marks the weights of a seed by which the host reads new units, and `back` lists their positions in its row.
         is_back = torch.cat([torch.full((shape.numel(),), ".back." in name) for name, shape in self.layout.shapes.items()])
-        self.is_back, self.back = upload(is_back, place.device), upload(is_back.nonzero().squeeze(1), place.device)
+        self.is_back, self.back = is_back, upload(is_back.nonzero().squeeze(1), place.device)
 
     def build(self, *, random_seed: int) -> WidthSeed:
         """Return a new seed on the CPU."""
         return WidthSeed(replace(self.place, device=CPU), self.blueprint, self._modules, self.plan, random_seed=random_seed)
 
-    def weights_of(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return rows of weights [N, ...] as a stacked seed holds them."""
-        return {ROW: rows}
+
+def statistics_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the running statistics of all norms inside a module, by name. A training pass changes them, but does not depend on them."""
+    found = {name: (module.get_submodule(name.rpartition(".")[0]), buffer) for name, buffer in module.named_buffers()}
+    return {name: buffer for name, (owner, buffer) in found.items() if isinstance(owner, _NormBase) and buffer.ndim}
 
 
-def statistics_of(seed: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers with a number for each unit, by name."""
-    return {name: buffer for name, buffer in seed.named_buffers() if buffer.ndim}
+def _tensors_of(module: nn.Module, what: What) -> dict[str, Tensor]:
+    return dict(module.named_parameters()) if what == "weights" else statistics_of(module)
 
 
-@dataclass(frozen=True)
-class WideSeeds:
-    """One width seed in each host of a formation."""
+class Fill(NamedTuple):
+    """Says of each number in the row of a wide host where it comes from. Pieces are 0: constants, 1: the host, 2: its first seed, ..."""
 
-    kind: WidthKind
-    rows: Tensor  # weights [N, ...]
-    alpha: Tensor  # [N]
-    buffers: Mapping[str, Tensor]  # [N, ...]
-
-    def scaled(self) -> Tensor:
-        """Return the weights, those by which the host reads new units times alpha."""
-        return self.rows * torch.where(self.kind.is_back, self.alpha.unsqueeze(1), 1.0)
-
-
-@dataclass(frozen=True)
-class Fill:
-    """Says of each weight of a wide host which weight of the host or of its seeds it is, or that it is zero."""
-
-    index: Tensor  # [W], places among the S weights of host and seeds, and a zero behind them
-    inverse: Tensor  # [S + 1], places among the W weights
-
-    @classmethod
-    def of(cls, numbers: Tensor, count: int, device: torch.device) -> Fill:
-        """Return how weights with these numbers [W], from 1 to `count`, are filled; 0 is none."""
-        is_used, inverse = numbers > 0, torch.zeros(count + 1, dtype=torch.int64)
-        inverse[numbers[is_used] - 1] = torch.arange(len(numbers))[is_used]
-        return cls(upload(torch.where(is_used, numbers - 1, count), device), upload(inverse, device))
+    piece: Tensor  # [W]
+    column: Tensor  # [W], place in the row of the piece
+    alpha: Tensor  # [W], the piece whose alpha multiplies it; 0: none
 
 
 _PADDED = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm)  # whose units may be zero without changing any other unit
@@ -99,32 +82,32 @@ class Formation:
     """Hosts with width seeds of the same `kinds`, in the order of their units. `template` is a host on the CPU."""
 
     def __init__(self, template: nn.Module, slots: Sequence[str], kinds: Sequence[WidthKind], device: torch.device) -> None:
-        # Number all weights, and fold the numbers: the wide host then says of each of its weights which one it is; 0 is none.
+        # Number all weights and statistics, and fold the numbers: the wide host then says of each of its own which one it is; 0 is none.
         wide = copy.deepcopy(template).to(CPU, torch.float64)
         modules = dict(wide.named_modules())
         seeds = [kind.build(random_seed=0).double() for kind in kinds]
-        count = 0
-        for parameter in (parameter for module in (wide, *seeds) for parameter in module.parameters()):
-            parameter.data = torch.arange(count + 1, count + 1 + parameter.numel(), dtype=torch.float64).view(parameter.shape)
-            count += parameter.numel()
+        self._sizes: dict[What, list[int]] = {}  # of every piece but the first
+        for what in WHATS:
+            sizes = self._sizes[what] = []
+            for module in (wide, *seeds):
+                start = sum(sizes)
+                sizes.append(0)
+                for tensor in _tensors_of(module, what).values():
+                    first = start + sizes[-1] + 1
+                    tensor.data = torch.arange(first, first + tensor.numel(), dtype=torch.float64).view(tensor.shape)
+                    sizes[-1] += tensor.numel()
         for seed in seeds:
             seed.alpha.fill_(1.0)
         fold(modules, seeds)
 
-        self._device, self._count = device, count
-        self._numbers = {name: parameter.detach().long() for name, parameter in wide.named_parameters()}
-        self.weights = sum(numbers.numel() for numbers in self._numbers.values())  # W
-        self.buffers = {name: buffer.shape for name, buffer in wide.named_buffers()}
-        self._fills: dict[Formation, Fill] = {}
-        self._layout = Layout.of_tensors(dict(wide.named_parameters()), torch.float64)
+        self._device, self._kinds = device, kinds
+        tensors = {what: _tensors_of(wide, what) for what in WHATS}
+        self._numbers = {what: {name: tensor.detach().long() for name, tensor in some.items()} for what, some in tensors.items()}
+        self.layouts = {what: Layout.of_tensors(some, torch.float64) for what, some in tensors.items()}  # of the rows of a wide host
+        self.weights = self.layouts["weights"].width  # W
+        self._fills: dict[tuple[Formation, What], Fill] = {}
         self._modules = {name: module for name, module in wide.named_modules() if list(module.parameters(recurse=False))}
         self.stacked: Stacked = lower(wide.to(next(template.parameters()).dtype), slots=slots)
-        # Buffer of the host -> (number of a seed, its buffer) for the statistics that come behind those of the host, in order.
-        self.statistics: dict[str, list[tuple[int, str]]] = {}
-        for number, kind in enumerate(kinds):
-            for name in kind.buffers.shapes:
-                part, _, own = name.removeprefix("parts.").partition(".own.")
-                self.statistics.setdefault(f"{kind.plan[int(part)].module}.{own}", []).append((number, name))
 
     def holds(self, other: Formation) -> bool:
         """Return whether a host of this formation computes what one of the other does if some of its units and weights are zero."""
@@ -138,52 +121,110 @@ class Formation:
                 return False
         return True
 
-    def fill_of(self, other: Formation) -> Fill:
-        """Return how the weights of hosts of another formation are filled into those of this one, which holds it."""
-        if other not in self._fills:
-            parts = []
-            for name, numbers in self._numbers.items():
-                padded, its = torch.zeros_like(numbers), other._numbers[name]
+    def fill_of(self, other: Formation, what: What) -> Fill:
+        """Return how the numbers of hosts of another formation are filled into those of this one, which holds it."""
+        if (other, what) not in self._fills:
+            parts, ones = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]  # there may be no statistics
+            for name, numbers in self._numbers[what].items():
+                padded, its = torch.zeros_like(numbers), other._numbers[what][name]
                 padded[tuple(slice(size) for size in its.shape)] = its
                 parts.append(padded.flatten())
-            self._fills[other] = Fill.of(torch.cat(parts), other._count, self._device)
-        return self._fills[other]
+                ones.append(torch.full_like(parts[-1], name.endswith("running_var")))  # the variance of a unit of zeros is one, as at birth
+            self._fills[other, what] = other._fill(torch.cat(parts), torch.cat(ones), what)
+        return self._fills[other, what]
 
-    @staticmethod
-    def flat(weights: Tensor, seeds: Sequence[WideSeeds], fill: Fill) -> Tensor:
-        """Return the weights of wide hosts [N, W]; those of the hosts, `weights` [N, P], are in the order of `Formations.layout`."""
-        source = torch.cat([weights, *(some.scaled() for some in seeds), weights.new_zeros(len(weights), 1)], dim=1)  # [N, S + 1]
-        flat: Tensor = _Arranged.apply(source, fill.index, fill.inverse)  # type: ignore[no-untyped-call]
-        return flat
+    def _fill(self, numbers: Tensor, constants: Tensor, what: What) -> Fill:
+        """Return where numbers [W] come from; where they are 0, from the constant of this column."""
+        ends = torch.tensor(list(accumulate(self._sizes[what])))
+        piece = torch.bucketize(numbers, ends) + 1
+        column = numbers - 1 - torch.cat([ends.new_zeros(2), ends])[piece]
+        piece, column = torch.where(numbers > 0, piece, 0), torch.where(numbers > 0, column, constants)
+        is_scaled = torch.zeros(1 + sum(self._sizes[what]), dtype=torch.bool)
+        if what == "weights":
+            is_scaled[1 + self._sizes[what][0] :] = torch.cat([is_scaled[:0], *(kind.is_back for kind in self._kinds)])
+        alpha = torch.where(is_scaled[numbers], piece, 0)
+        return Fill(*(upload(tensor, self._device) for tensor in (piece, column, alpha)))
 
-    def parameters(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return the parameters of wide hosts by name, from their weights [N, W]."""
-        return self._layout.unflatten(flat)
 
-    def joined(self, buffers: Mapping[str, Tensor], seeds: Sequence[WideSeeds], leader: Formation) -> dict[str, Tensor]:
-        """Return the buffers of hosts and seeds, put together and padded to the size that they have in hosts of the leader."""
-        found = dict(buffers)
-        for name, parts in self.statistics.items():
-            found[name] = torch.cat([buffers[name], *(seeds[number].buffers[own_name] for number, own_name in parts)], dim=1)
-        for name in leader.statistics:
-            missing = leader.buffers[name][0] - found[name].shape[1]
-            if missing:
-                found[name] = F.pad(found[name], (0, missing), value=float(name.endswith("running_var")))
-        return found
+@dataclass(frozen=True)
+class PartRows:
+    """Wide hosts that are computed together: where the numbers of each of them come from."""
+
+    hosts: Sequence[int]  # numbers of the hosts
+    seeds: Sequence[Sequence[tuple[int, int]]]  # of each host, in the order of their units: a kind of seeds, and a seed of that kind
+    fills: Sequence[Fill]
+    fill_of_host: Sequence[int]  # which of the fills each host has
+    layout: Layout  # of the rows
+
+
+class Assembly:
+    """Puts the tensors of all wide hosts of a stacked model together by one gather, and takes them apart by another.
+
+    They come from one source: the rows of all hosts, those of every kind of width seeds, and the constants 0 and 1, one behind another.
+    Every tensor is contiguous for all hosts of a part together, so that layers need no copies of it. `shapes` are those of the rows of the
+    hosts and of every kind of seeds, `like` is a tensor of their dtype and device.
+    """
+
+    def __init__(self, parts: Sequence[PartRows], shapes: Sequence[torch.Size], like: Tensor) -> None:
+        self._shapes, device = shapes, like.device
+        self._constants = upload([0.0, 1.0], device, like.dtype)
+        starts = list(accumulate((shape.numel() for shape in shapes), initial=0))
+        alphas = list(accumulate((shape[0] for shape in shapes[1:]), initial=len(self._constants)))  # they come behind the constants
+        indices, scales = list[Tensor](), list[Tensor]()
+        self._names = [[(name, (len(part.hosts), *shape)) for name, shape in part.layout.shapes.items()] for part in parts]
+        for part in parts:
+            # Look up the start of every piece of a host, and of its alpha; numbers without an alpha are multiplied by the constant 1.
+            most = max(map(len, part.seeds))
+            rows, factors = [], []
+            for host, seeds in zip(part.hosts, part.seeds, strict=True):
+                rows.append([starts[-1], host * shapes[0][1], *(starts[1 + kind] + seed * shapes[1 + kind][1] for kind, seed in seeds)])
+                factors.append([1, 1, *(alphas[kind] + seed for kind, seed in seeds)])
+            places, factor_places = (upload([row + [0] * (2 + most - len(row)) for row in some], device) for some in (rows, factors))
+            which = upload(part.fill_of_host, device)
+            piece, column, alpha = (torch.stack(some).index_select(0, which) for some in zip(*part.fills, strict=True))  # [hosts, W]
+            indices += (places.gather(1, piece) + column).split_with_sizes(part.layout.sizes, dim=1)
+            scales += factor_places.gather(1, alpha).split_with_sizes(part.layout.sizes, dim=1)
+        self._sizes = [*(index.numel() for index in indices), 1]  # the last is a zero, and has a gradient of zero
+        index = torch.cat([*(index.flatten() for index in indices), upload([starts[-1]], device)])  # [G + 1]
+        inverse = torch.full((starts[-1] + len(self._constants),), sum(self._sizes) - 1, device=device)
+        inverse.index_copy_(0, index[:-1], torch.arange(len(index) - 1, device=device))
+        # Half of the memory, as long as that is enough for a place.
+        dtype = torch.int32 if max(len(index), len(inverse)) < 2**31 else torch.int64
+        self._index, self._inverse = index.to(dtype), inverse.to(dtype)
+        self._scales = torch.cat([*(scale.flatten() for scale in scales), upload([1], device)]).to(dtype)  # [G + 1]
+
+    def joined(self, rows: Sequence[Tensor], alphas: Sequence[Tensor] = ()) -> list[dict[str, Tensor]]:
+        """Return the tensors of the wide hosts of every part by name, given the rows of all hosts and of every kind of seeds.
+
+        The numbers by which hosts read new units are multiplied by the `alphas` of the kinds, if these are given.
+        """
+        source = torch.cat([*(some.flatten() for some in rows), self._constants])
+        flat: Tensor = _Arranged.apply(source, self._index, self._inverse)  # type: ignore[no-untyped-call]
+        if alphas:
+            flat = flat * torch.cat([self._constants, *alphas]).index_select(0, self._scales)
+        tensors = iter(flat.split_with_sizes(self._sizes))
+        return [{name: next(tensors).view(shape) for name, shape in names} for names in self._names]
+
+    def apart(self, parts: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        """Return the rows of all hosts and of every kind of seeds, given the tensors of the wide hosts of every part by name."""
+        flat = [part[name].flatten() for part, names in zip(parts, self._names, strict=True) for name, _ in names]
+        source = torch.cat([*flat, self._constants[:1]]).index_select(0, self._inverse)
+        *rows, _ = source.split_with_sizes([*(shape.numel() for shape in self._shapes), len(self._constants)])
+        return [some.view(shape) for some, shape in zip(rows, self._shapes, strict=True)]
 
 
 class _Arranged(torch.autograd.Function):
-    """Picks columns of a tensor [N, S + 1], each once, so its gradient is picked too. The last column is a constant, picked often."""
+    """Picks numbers of a source [S], each once, so its gradient is picked too. Constants, which need no gradient, are picked often."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        return source.index_select(1, index)
+        return source.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
-        return gradients[0].index_select(1, inverse), None, None
+        return gradients[0].index_select(0, inverse), None, None
 
 
 class Formations:
@@ -196,8 +237,10 @@ class Formations:
         self.work_per_weight = work_per_weight
         self.template = copy.deepcopy(template).to(CPU)
         self.modules = dict(self.template.named_modules())
-        self.layout = Layout.of_tensors(dict(template.named_parameters()), next(template.parameters()).dtype)  # of a host's weights
-        self.buffers = [name for name, _ in template.named_buffers()]
+        dtype = next(template.parameters()).dtype
+        # Of the rows of a host; and the names of all other buffers.
+        self.layouts = {what: Layout.of_tensors(_tensors_of(template, what), dtype) for what in WHATS}
+        self.buffers = [name for name, _ in template.named_buffers() if name not in self.layouts["statistics"].shapes]
         self.device, self._slots = device, slots
         self._known: dict[tuple[tuple[WidePlan, ...], ...], Formation] = {}
 

@@ -57,9 +57,13 @@ class Layout:
         return torch.cat([tensors[name].reshape(len(tensors[name]), -1) for name in self.shapes], dim=1)
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return views, name -> [M, S...], of rows [M, P]. For autograd it is one operation; its backward is one concatenation."""
-        parts = flat.split_with_sizes(self.sizes, dim=1)
-        return {name: part.view(len(flat), *shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+        """Return views, name -> [M, S...], of rows [M, P]. For autograd it is one operation; its backward is one concatenation.
+
+        The rows may be longer; the rest is ignored.
+        """
+        rest = flat.shape[1] - self.width
+        parts = flat.split_with_sizes([*self.sizes, *([rest] if rest else [])], dim=1)
+        return {name: part.view(len(flat), *shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=False)}
 
 
 class Rows:
