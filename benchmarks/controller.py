@@ -164,13 +164,15 @@ def controller_files(folder: Path) -> dict[str, Path]:
 
 
 def compare(
-    number: int, *, files: dict[str, Path], rules: dict[float, Rule], device: str, hosts: int, seed: int, controls: bool
+    number: int, *, files: dict[str, Path], rules: dict[float, Rule], device: str, hosts: int, rows: int, seed: int, controls: bool
 ) -> list[Record]:
     """Train the hosts of all contestants in one cell, and return a record of each."""
     group = list(COMPARED)[number % len(COMPARED)]
-    cell, first = draw_cell(COMPARED[group], number=number // len(COMPARED), seed=seed), FIRST_SEED["compare"]
+    # Every group has a seed of its own. With the same one, its cells would have the widths, batches and rates of those of other groups.
+    cell = draw_cell(COMPARED[group], number=number // len(COMPARED), seed=1_000 * (number % len(COMPARED)) + seed)
+    first = FIRST_SEED["compare"]
     loaded = {name: load_controller(path) for name, path in files.items()}
-    setting = CompareSetting(PRICES, range(first, first + hosts), next(iter(files)), rules, controls, device=device, seed=seed)
+    setting = CompareSetting(PRICES, range(first, first + hosts), next(iter(files)), rules, controls, rows, device, seed)
     controllers = {name: partial(new_copy, controller) for name, controller in loaded.items()}
     return compare_cell(setting, cell, load, controllers, number=number, group=group)
 
@@ -195,6 +197,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--trainings", type=int, default=1, help="controllers, each with another seed (fit, train)")
     parser.add_argument("--rounds", type=int, default=40, help="of a training (train)")
     parser.add_argument("--hosts-at-once", type=int, default=64, help="of a training (train)")
+    parser.add_argument("--rows", type=int, default=256, help="hosts in one fleet; fewer if processes share a GPU (compare)")
     parser.add_argument("--no-controls", action="store_true", help="leave out the controls at equal FLOPs (compare)")
     parser.add_argument("--seed", type=int, default=1, help="of the cells")
     parser.add_argument("--device", default="cpu")
@@ -251,7 +254,7 @@ def run_compare(options: argparse.Namespace) -> None:
         "trained_cells": len(lives),
     }
     output.write(chosen)
-    shared: dict[str, Any] = {"files": files, "rules": rules, "hosts": options.hosts, "device": options.device}
+    shared: dict[str, Any] = {"files": files, "rules": rules, "hosts": options.hosts, "rows": options.rows, "device": options.device}
     shared |= {"seed": 10_000 + options.seed, "controls": not options.no_controls}
     have = {record["cell"] for record in output.earlier if record.get("what") == "cell"}
     jobs = [partial(compare, number, **shared) for number in range(options.cells) if number not in have]

@@ -169,8 +169,9 @@ def fit(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
     for _ in range(steps):
         found = model(features, sizes)
-        wanted, expected = torch.broadcast_tensors(gains / model.gain_scale, found.gain / model.gain_scale)
-        loss = 2 * F.huber_loss(expected, wanted, reduction="none") + 0.1 * (ends - found.size).square()
+        wanted, expected = gains.expand_as(found.gain), found.gain
+        loss = 2 * F.huber_loss(expected / model.gain_scale, wanted / model.gain_scale, reduction="none")
+        loss = loss + 0.1 * (ends - found.size).square()
         optimizer.zero_grad()
         (weights * loss).sum().backward()
         optimizer.step()
