@@ -16,6 +16,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from esper.fleet.device import upload
+
 _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grads_with_norm_
 
 
@@ -93,13 +95,16 @@ class Adam(RowOptimizer):
     ) -> None:
         super().__init__(flat, lr=lr, weight_decay=weight_decay)
         self.betas, self.eps = betas, eps
+        logarithms = [[math.log(beta) if beta else -math.inf] for beta in betas]
+        self._logarithms = upload(logarithms, flat.device, flat.dtype)  # of the betas [2, 1]
 
     def _advance(self, gradient: Tensor) -> None:
         self._step_along(gradient.add(self.flat, alpha=self.weight_decay) if self.weight_decay else gradient)
 
     def _step_along(self, gradient: Tensor) -> None:
         """Update the moments with the gradient, and the weights with the bias-corrected moments."""
-        mean_correction, square_correction = (self._correction(beta) for beta in self.betas)
+        # 1 - beta^steps [N, 1] of both betas, computed without the cancellation that would cost float32 half of its digits.
+        mean_correction, square_correction = torch.expm1(self.state["steps"] * self._logarithms).neg_().unsqueeze(2)
         mean = self.state["mean"].lerp_(gradient, 1 - self.betas[0])
         square = self.state["square"].mul_(self.betas[1]).addcmul_(gradient, gradient, value=1 - self.betas[1])
         denominator = square.sqrt().div_(square_correction.sqrt()).add_(self.eps)
@@ -107,12 +112,6 @@ class Adam(RowOptimizer):
 
     def moves(self, gradient: Tensor, steps: int) -> Tensor:
         return gradient / (gradient.abs() + self.eps)  # the bias-corrected moments of a constant gradient are g and g²
-
-    def _correction(self, beta: float) -> Tensor:
-        """Return 1 - beta^steps [N, 1], computed without the cancellation that would cost float32 half of its digits."""
-        if beta == 0:
-            return torch.ones_like(self.lr).unsqueeze(1)
-        return -torch.expm1(self.state["steps"].to(self.flat.dtype) * math.log(beta)).unsqueeze(1)
 
 
 class AdamW(Adam):
@@ -131,7 +130,7 @@ class AdamW(Adam):
 
     def _advance(self, gradient: Tensor) -> None:
         if self.weight_decay:
-            self.flat.mul_(1 - self.lr.unsqueeze(1) * self.weight_decay)
+            self.flat.addcmul_(self.flat, self.lr.unsqueeze(1), value=-self.weight_decay)
         self._step_along(gradient)
 
 
@@ -140,7 +139,7 @@ def clip_rows_(gradient: Tensor, max_norm: float | Tensor) -> Tensor:
     """Scale every row of `gradient` [N, P] whose norm exceeds `max_norm` down to it, in place. Return the norms [N] before clipping.
 
     `max_norm` is one number or a tensor [N]. A row whose norm is not finite is not usable afterwards: leave it out of the step by
-    `active=norms.isfinite()`.
+    `active=norms < math.inf`.
     """
     norms: Tensor = torch.linalg.vector_norm(gradient, dim=1)
     gradient.mul_((max_norm / (norms + _CLIP_EPSILON)).clamp(max=1.0).unsqueeze(1))

@@ -367,7 +367,7 @@ class SeedBatch:
         self.skipped = torch.zeros(len(self.hosts), dtype=torch.int64, device=self.hosts.device)
         self.flat = self._read("weights").requires_grad_()  # [Q, P]
         self._buffers = self._read("buffers")  # [Q, ...], changed in place by training passes
-        self._warmup = self._read("warmup")
+        self._warmup = (self._read("warmup") + 1).to(self.flat.dtype)  # steps at which the learning rate has risen
         self._optimizer = groups[0].storage.make(self.flat)
         for name, tensor in self._optimizer.state.items():
             tensor.copy_(self._read(name))
@@ -397,10 +397,10 @@ class SeedBatch:
         self.norms.index_copy_(0, now, norms.unsqueeze(0))
 
         # The learning rate follows that of the host and rises linearly during the warm-up of the seed.
-        warm = (self._optimizer.state["steps"] + 1).to(rates.dtype) / (self._warmup + 1)
+        warm = (self._optimizer.state["steps"] + 1) / self._warmup
         self._optimizer.lr.copy_(rates.index_select(0, self.hosts) * config.learning_rate_factor * warm.clamp(max=1.0))
 
-        may_step = norms.isfinite()
+        may_step = norms < math.inf  # false for nan; `isfinite` would be four kernels
         if active is not None:
             host_steps = active.index_select(0, self.hosts)
             self.skipped.add_(may_step & ~host_steps)

@@ -328,7 +328,8 @@ class StackedModel:
         if self.precision is not None:
             logits = logits.float()
         each = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), reduction="none")
-        return each.view(len(inputs), inputs.shape[1], -1).mean(dim=2)
+        each = each.view(len(inputs), inputs.shape[1], -1)
+        return each.squeeze(2) if each.shape[2] == 1 else each.mean(dim=2)
 
 
 def _at_slots(stacked_seeds: Sequence[StackedSeed], places: Iterable[Place], watch: Watch | None, hosts: Sequence[int] | None) -> At:

@@ -36,6 +36,7 @@ from esper.growth.seeds.seed import WidePlan
 from esper.growth.seeds.width import WidthSeed, fold
 
 _WORK_OF_A_PART = {"cpu": 5e7, "cuda": 5e9}  # FLOPs in the time that the kernels of a small part take to start, by device; estimates
+_ALIGNMENT = 16  # bytes that a kernel may read at once: cuDNN reads the gain of a norm in such steps
 What = Literal["weights", "statistics"]
 WHATS: tuple[What, ...] = ("weights", "statistics")
 
@@ -167,13 +168,17 @@ class Assembly:
 
     def __init__(self, parts: Sequence[PartRows], shapes: Sequence[torch.Size], like: Tensor) -> None:
         self._shapes, device = shapes, like.device
-        self._constants = upload([0.0, 1.0], device, like.dtype)
+        self._names = [[(name, (len(part.hosts), *shape)) for name, shape in part.layout.shapes.items()] for part in parts]
+        unit = _ALIGNMENT // like.dtype.itemsize
+        self._zeros, self._constants = like.new_zeros(unit), upload([0.0, 1.0], device, like.dtype)
         starts = list(accumulate((shape.numel() for shape in shapes), initial=0))
         alphas = list(accumulate((shape[0] for shape in shapes[1:]), initial=len(self._constants)))  # they come behind the constants
+        # Places in the source of the numbers of all tensors, each filled up with zeros to the next address that a kernel may start to read
+        # at; and of the alphas that they are multiplied by, which is the constant 1 for numbers without one.
+        zero, one = upload([starts[-1]] * unit, device), upload([1] * unit, device)
         indices, scales = list[Tensor](), list[Tensor]()
-        self._names = [[(name, (len(part.hosts), *shape)) for name, shape in part.layout.shapes.items()] for part in parts]
+        self._sizes: list[int] = []  # of every tensor, and of the zeros behind it
         for part in parts:
-            # Look up the start of every piece of a host, and of its alpha; numbers without an alpha are multiplied by the constant 1.
             most = max(map(len, part.seeds))
             rows, factors = [], []
             for host, seeds in zip(part.hosts, part.seeds, strict=True):
@@ -182,49 +187,59 @@ class Assembly:
             places, factor_places = (upload([row + [0] * (2 + most - len(row)) for row in some], device) for some in (rows, factors))
             which = upload(part.fill_of_host, device)
             piece, column, alpha = (torch.stack(some).index_select(0, which) for some in zip(*part.fills, strict=True))  # [hosts, W]
-            indices += (places.gather(1, piece) + column).split_with_sizes(part.layout.sizes, dim=1)
-            scales += factor_places.gather(1, alpha).split_with_sizes(part.layout.sizes, dim=1)
-        self._sizes = [*(index.numel() for index in indices), 1]  # the last is a zero, and has a gradient of zero
-        index = torch.cat([*(index.flatten() for index in indices), upload([starts[-1]], device)])  # [G + 1]
-        inverse = torch.full((starts[-1] + len(self._constants),), sum(self._sizes) - 1, device=device)
-        inverse.index_copy_(0, index[:-1], torch.arange(len(index) - 1, device=device))
+            found = (places.gather(1, piece) + column, factor_places.gather(1, alpha))
+            for index, scale in zip(*(each.split_with_sizes(part.layout.sizes, dim=1) for each in found), strict=True):
+                missing = -index.numel() % unit
+                self._sizes += [index.numel(), missing]
+                indices += [index.flatten(), zero[:missing]]
+                scales += [scale.flatten(), one[:missing]]
+        index, scale = torch.cat([*indices, zero]), torch.cat([*scales, one])  # [G], with zeros at the end in any case
+        inverse = torch.full((starts[-1] + len(self._constants),), len(index) - 1, device=device)
+        inverse.index_copy_(0, index, torch.arange(len(index), device=device))
         # Half of the memory, as long as that is enough for a place.
         dtype = torch.int32 if max(len(index), len(inverse)) < 2**31 else torch.int64
-        self._index, self._inverse = index.to(dtype), inverse.to(dtype)
-        self._scales = torch.cat([*(scale.flatten() for scale in scales), upload([1], device)]).to(dtype)  # [G + 1]
+        self._index, self._scale, self._inverse = index.to(dtype), scale.to(dtype), inverse.to(dtype)
 
     def joined(self, rows: Sequence[Tensor], alphas: Sequence[Tensor] = ()) -> list[dict[str, Tensor]]:
         """Return the tensors of the wide hosts of every part by name, given the rows of all hosts and of every kind of seeds.
 
         The numbers by which hosts read new units are multiplied by the `alphas` of the kinds, if these are given.
         """
-        source = torch.cat([*(some.flatten() for some in rows), self._constants])
-        flat: Tensor = _Arranged.apply(source, self._index, self._inverse)  # type: ignore[no-untyped-call]
-        if alphas:
-            flat = flat * torch.cat([self._constants, *alphas]).index_select(0, self._scales)
-        tensors = iter(flat.split_with_sizes(self._sizes))
+        factors = torch.cat([self._constants, *alphas]).index_select(0, self._scale) if alphas else None
+        tensors = iter(_Joined.apply(self, factors, *rows))  # type: ignore[no-untyped-call]
         return [{name: next(tensors).view(shape) for name, shape in names} for names in self._names]
 
     def apart(self, parts: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         """Return the rows of all hosts and of every kind of seeds, given the tensors of the wide hosts of every part by name."""
-        flat = [part[name].flatten() for part, names in zip(parts, self._names, strict=True) for name, _ in names]
-        source = torch.cat([*flat, self._constants[:1]]).index_select(0, self._inverse)
-        *rows, _ = source.split_with_sizes([*(shape.numel() for shape in self._shapes), len(self._constants)])
+        return self._taken_apart(self._flat([part[name] for part, names in zip(parts, self._names, strict=True) for name, _ in names]))
+
+    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the tensors and the zeros behind them, one behind another [G]."""
+        pieces = zip(tensors, self._sizes[1::2], strict=True)
+        return torch.cat([*(piece for tensor, missing in pieces for piece in (tensor.flatten(), self._zeros[:missing])), self._zeros])
+
+    def _taken_apart(self, flat: Tensor) -> list[Tensor]:
+        *rows, _ = flat.index_select(0, self._inverse).split_with_sizes([*(shape.numel() for shape in self._shapes), len(self._constants)])
         return [some.view(shape) for some, shape in zip(rows, self._shapes, strict=True)]
 
 
-class _Arranged(torch.autograd.Function):
-    """Picks numbers of a source [S], each once, so its gradient is picked too. Constants, which need no gradient, are picked often."""
+class _Joined(torch.autograd.Function):
+    """Picks numbers from rows, each once, so gradients are picked too. Constants, which need no gradient, are picked often."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return source.index_select(0, index)
+    def forward(ctx: Any, assembly: Assembly, factors: Tensor | None, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.assembly, ctx.factors = assembly, factors
+        flat = torch.cat([*(some.flatten() for some in rows), assembly._constants]).index_select(0, assembly._index)
+        if factors is not None:
+            flat.mul_(factors)
+        return flat.split_with_sizes([*assembly._sizes, len(assembly._zeros)])[:-1:2]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return gradients[0].index_select(0, inverse), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        flat = ctx.assembly._flat(gradients)
+        if ctx.factors is not None:
+            flat.mul_(ctx.factors)
+        return None, None, *ctx.assembly._taken_apart(flat)
 
 
 class Formations:

@@ -125,11 +125,13 @@ def without_gradient_of_padding(layer: nn.Embedding, x: Tensor, outputs: Tensor)
 def batch_norm(layer: nn.BatchNorm1d | nn.BatchNorm2d, scope: Scope, x: Tensor) -> Tensor:
     """Normalise every host by its own statistics: to the kernel, N hosts of C channels are N·C channels."""
     gain, bias = _flat(scope.get("weight")), _flat(scope.get("bias"))
-    mean, variance = _flat(scope.get("running_mean")), _flat(scope.get("running_var"))
+    mean, variance = scope.get("running_mean"), scope.get("running_var")
     uses_batch = scope.training or mean is None
     if scope.training and mean is not None and variance is not None:
-        # With a momentum of 1 the kernel writes the batch statistics here. It cannot update the rows themselves: they are not contiguous.
-        mean, variance = torch.zeros_like(mean), torch.zeros_like(variance)
+        # With a momentum of 1 the kernel writes the batch statistics here. It cannot update the rows: they need not be contiguous.
+        mean, variance = mean.new_zeros(mean.numel()), variance.new_zeros(variance.numel())
+    else:
+        mean, variance = _flat(mean), _flat(variance)
 
     def norm(merged: Tensor) -> Tensor:
         return F.batch_norm(merged, mean, variance, gain, bias, uses_batch, momentum=1.0, eps=layer.eps)
@@ -147,7 +149,7 @@ def track(layer: _BatchNorm, scope: Scope, mean: Tensor, variance: Tensor) -> No
     share = 1 / count.to(mean.dtype).unsqueeze(1) if layer.momentum is None else layer.momentum
     for name, new in (("running_mean", mean), ("running_var", variance)):
         running = scope.tensor(name)  # [N, C]
-        running.mul_(1 - share).add_(new.view_as(running) * share)
+        running.lerp_(new.view_as(running), share)
 
 
 def _flat(tensor: Tensor | None) -> Tensor | None:
