@@ -8,7 +8,7 @@
 
 `lives` draws cells of data, host and training (see `esper.controller.cells`), without residual hosts and without digits-1d. In each cell it
 trains hosts that never grow, hosts that grow at random, and one for each constant plan, and writes a file for the cell into the folder.
-Cells that are there already are kept.
+Cells that are there already are kept. results/controller_lives.tar.xz has a folder with 251 cells.
 
 `fit` fits value models to these files, with different seeds: value_1.safetensors and so on, in the folder. `train` trains a policy from
 each by PPO, on cells of the same kinds: training_1/controller.safetensors and so on.

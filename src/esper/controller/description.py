@@ -155,7 +155,7 @@ def _in_words(value: object) -> str:
     if isinstance(value, list) and len(value) == 2 and all(isinstance(end, int | float) for end in value):
         return " to ".join(f"{end:,}" for end in value)
     if isinstance(value, list | tuple):
-        return ", ".join(map(str, value))
+        return ", ".join(dict.fromkeys(map(str, value)))  # sources may be named more than once
     if isinstance(value, float):
         return figure(value)
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
