@@ -1,9 +1,9 @@
 """Does it pay to look at the host? Random growth in many cells, controllers that learn from it, and their comparison in other cells.
 
-    python benchmarks/controller.py lives --cells 300 --folder DIR --device cuda --jobs 15
+    python benchmarks/controller.py lives --cells 420 --seed 2 --plans 2 --folder DIR --device cuda --jobs 16
     python benchmarks/controller.py fit --folder DIR --trainings 5
     python benchmarks/controller.py train --folder DIR --trainings 5 --rounds 40 --device cuda
-    python benchmarks/controller.py compare --cells 36 --folder DIR --device cuda --jobs 15
+    python benchmarks/controller.py compare --cells 48 --hosts 16 --memory 8 --folder DIR --device cuda --jobs 16
     python benchmarks/controller.py tables
 
 `lives` draws cells of data, host and training (see `esper.controller.cells`), without residual hosts and without digits-1d. In each cell it
@@ -14,10 +14,13 @@ Cells that are there already are kept. results/controller_lives.tar.xz has a fol
 each by PPO, on cells of the same kinds: training_1/controller.safetensors and so on.
 
 `compare` compares the controllers in the folder with one another and with all other contestants and controls of `esper.controller.compare`,
-at four prices of rent, in other cells. These are in turn on digits-1d, of residual hosts, of longer trainings, and of the kinds that were
+at three prices of rent, in other cells. These are in turn on digits-1d, of residual hosts, of longer trainings, and of the kinds that were
 trained on. Blind plans and rules are chosen on the cells in the folder. Cells that are in the output already are kept, so a comparison that
 was stopped goes on. Trainings of one kind, such as learned 1 to learned 5, are joined, with intervals over cells and trainings; random
 moves and controls at equal FLOPs follow the first of them. `tables` prints the tables of the cells that are there.
+
+These commands are the study: five trainings, and 48 cells with 16 hosts each, 12 of every group. Settings are chosen by cross-validation in
+the cells that are learned from, and in compared cells of other seeds (--seed 50); those of --seed 1 are for the results only.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ from esper.controller.compare import (
 )
 from esper.controller.compare_results import Comparison, blind_plans, of_whole_cells
 from esper.controller.compare_tables import tables
-from esper.controller.config import ControllerConfig, DomainConfig
+from esper.controller.config import CompareConfig, ControllerConfig, DomainConfig
 from esper.controller.evaluation import EvalCase, run_cases
 from esper.controller.learned import load_controller, save_controller
 from esper.controller.plans import RandomPlan
@@ -61,7 +64,7 @@ from esper.tasks import load_task
 from growth_runs import run_all
 from records import RESULTS, Output, Record
 
-PRICES = (0.003, 0.01, 0.03, 0.1)
+PRICES = (0.01, 0.03, 0.1)  # one for each level of rent, see RENT_LEVELS
 TRAINED = DomainConfig(sources=("digits", "teacher", "digits", "teacher", "text"), families=("conv", "mlp", "gpt"), horizon=(8, 24))
 COMPARED = {
     "another source": DomainConfig(sources=("digits-1d",), families=("conv", "mlp"), horizon=(8, 24)),
@@ -134,7 +137,8 @@ def value_file(folder: Path, training: int) -> Path:
 def fit_values(folder: Path, trainings: int) -> None:
     """Fit value models with different seeds, and write them into the folder."""
     moves, lives = read_records(folder), read_lives(folder)
-    blind = {f"{price:g}": name for price, name in blind_plans(lives, PRICES).items()}
+    # The plans are kept in the file for the prices of `esper controller compare`, which cannot choose them without training cells.
+    blind = {f"{price:g}": name for price, name in blind_plans(lives, CompareConfig().prices).items()}
     about = {"cells": len(lives), "moves": len(moves), "domain": msgspec.to_builtins(TRAINED), "blind": blind}
     for training in range(1, trainings + 1):
         found = fit(moves, seed=training)
@@ -164,7 +168,7 @@ def controller_files(folder: Path) -> dict[str, Path]:
 
 
 def compare(
-    number: int, *, files: dict[str, Path], rules: dict[float, Rule], device: str, hosts: int, rows: int, seed: int, controls: bool
+    number: int, *, files: dict[str, Path], rules: dict[float, Rule], device: str, hosts: int, memory: int | None, seed: int, controls: bool
 ) -> list[Record]:
     """Train the hosts of all contestants in one cell, and return a record of each."""
     group = list(COMPARED)[number % len(COMPARED)]
@@ -172,7 +176,9 @@ def compare(
     cell = draw_cell(COMPARED[group], number=number // len(COMPARED), seed=1_000 * (number % len(COMPARED)) + seed)
     first = FIRST_SEED["compare"]
     loaded = {name: load_controller(path) for name, path in files.items()}
-    setting = CompareSetting(PRICES, range(first, first + hosts), next(iter(files)), rules, controls, rows, device, seed)
+    setting = CompareSetting(
+        PRICES, range(first, first + hosts), next(iter(files)), rules, controls, memory=memory, device=device, seed=seed
+    )
     controllers = {name: partial(new_copy, controller) for name, controller in loaded.items()}
     return compare_cell(setting, cell, load, controllers, number=number, group=group)
 
@@ -197,7 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--trainings", type=int, default=1, help="controllers, each with another seed (fit, train)")
     parser.add_argument("--rounds", type=int, default=40, help="of a training (train)")
     parser.add_argument("--hosts-at-once", type=int, default=64, help="of a training (train)")
-    parser.add_argument("--rows", type=int, default=256, help="hosts in one fleet; fewer if processes share a GPU (compare)")
+    parser.add_argument("--memory", type=float, help="GB for the hosts that a process trains at once (compare)")
     parser.add_argument("--no-controls", action="store_true", help="leave out the controls at equal FLOPs (compare)")
     parser.add_argument("--seed", type=int, default=1, help="of the cells")
     parser.add_argument("--device", default="cpu")
@@ -254,8 +260,9 @@ def run_compare(options: argparse.Namespace) -> None:
         "trained_cells": len(lives),
     }
     output.write(chosen)
-    shared: dict[str, Any] = {"files": files, "rules": rules, "hosts": options.hosts, "rows": options.rows, "device": options.device}
+    shared: dict[str, Any] = {"files": files, "rules": rules, "hosts": options.hosts, "device": options.device}
     shared |= {"seed": 10_000 + options.seed, "controls": not options.no_controls}
+    shared["memory"] = None if options.memory is None else int(options.memory * 1e9)
     have = {record["cell"] for record in output.earlier if record.get("what") == "cell"}
     jobs = [partial(compare, number, **shared) for number in range(options.cells) if number not in have]
     found = run_all(jobs, processes=options.jobs, output=output)

@@ -2,6 +2,8 @@
 
     torchrun --nproc-per-node 2 --no-python -- esper ppo train cue          # `--` separates torchrun's options from esper's
 
+Ranks on GPUs have one each, or share one: small networks leave most of a GPU idle, and one rank's bookkeeping is done while others compute.
+
 Every rank computes sums over its own environments. Their total over all ranks, divided by the total count, is the mean that one process
 with all environments would compute. So weights, normalisers and decisions are the same on all ranks.
 
@@ -26,10 +28,6 @@ from esper.runs.tensors import Tree, join, split
 from esper.statistics import Sums, combine
 
 Value = TypeVar("Value")
-
-
-class GroupError(ValueError):
-    """The group of ranks cannot be formed. The message says why and what to do."""
 
 
 class FirstRankFailed(RuntimeError):
@@ -103,7 +101,7 @@ class Ranks(Group):
         self.patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     def place(self, device: torch.device) -> torch.device:
-        return torch.device("cuda", self.local_rank) if device.type == "cuda" else device
+        return gpu_of(self.local_rank) if device.type == "cuda" else device
 
     def sum_(self, tensor: Tensor) -> Tensor:
         dist.all_reduce(tensor)
@@ -150,21 +148,23 @@ class Ranks(Group):
         return value
 
 
+def gpu_of(local_rank: int) -> torch.device:
+    """Return the GPU of a rank of this machine. If there are more ranks than GPUs, several share one."""
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
 @contextlib.contextmanager
 def joined(device: torch.device) -> Iterator[Group]:
     """Join the group of ranks that torchrun started, for this kind of device. Yield ALONE if torchrun did not start this process."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield ALONE
         return
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    backend = "gloo"
     if device.type == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            raise GroupError(
-                f"rank {os.environ['RANK']} needs cuda:{local_rank}, but this machine has {torch.cuda.device_count()} GPUs; "
-                "start fewer processes per machine, or use device 'cpu'"
-            )
-        torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        torch.cuda.set_device(gpu_of(local_rank))
+        backend = "nccl" if local_ranks <= torch.cuda.device_count() else "gloo"  # NCCL refuses ranks that share a GPU
+    dist.init_process_group(backend)
     try:
         yield Ranks(local_rank=local_rank)
     finally:

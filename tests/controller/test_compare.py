@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from esper.config import ConfigError
 from esper.controller.cells import Cell
@@ -25,6 +26,8 @@ from esper.controller.compare import (
     choose_rule,
     choose_rules,
     compare_cell,
+    eval_setting,
+    make_case,
     make_random,
     plan_results,
     recorded_plans,
@@ -40,9 +43,11 @@ from esper.controller.compare_results import (
 )
 from esper.controller.compare_tables import tables
 from esper.controller.config import CompareConfig
-from esper.controller.evaluation import EvalRun
+from esper.controller.evaluation import EvalRun, run_cases
 from esper.controller.layout import FEATURES
 from esper.controller.plans import ConstantPlan, RandomMoves, move_named
+from esper.fleet.fleet import Fleet
+from esper.fleet.memory import Memory
 from esper.growth.controllers.baselines import see_through
 from esper.growth.lifecycle.stages import Candidate, Cost, Decision, Germinate, GrowthState
 from esper.rng import Streams
@@ -245,6 +250,25 @@ def test_the_tables_of_real_records_are_printed() -> None:
     text = tables(Comparison(found(), PRICES, dict.fromkeys(PRICES, "norm at 0"), "mine"))
     assert "all cells (1), price 0.01" in text
     assert by_contestant(found(), prices=PRICES, blind=dict.fromkeys(PRICES, "never"))["blind", 1.0].keys() == {(5, 0), (5, 1)}
+
+
+def test_hosts_that_do_not_fit_into_the_memory_are_trained_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, plans = CELL.task(load), [ConstantPlan("widen_100"), ConstantPlan(), ConstantPlan("deep")]
+    cases = [make_case(CELL, task, plan.name, 0, None, plan) for plan in plans]
+    made: list[Fleet] = []
+    make = Fleet.__init__
+    monkeypatch.setattr(Fleet, "__init__", lambda self, *args, **options: (made.append(self), make(self, *args, **options))[1])
+    together = eval_setting(CELL, task, device=torch.device("cpu"), rows=256)
+    at_once = run_cases(together, cases)
+    assert [fleet.hosts for fleet in made] == [3]
+    made.clear()
+    monkeypatch.setattr(Fleet, "memory_per_host", lambda self: Memory(state=10, step=20, seeds=35))  # 100 bytes with two seeds in a place
+    in_turn = run_cases(replace(together, memory=299), cases)
+    assert [fleet.hosts for fleet in made] == [1, 2, 1], "the first one is asked for the memory of a host"
+    assert [one.val_loss for one in in_turn] == pytest.approx([one.val_loss for one in at_once], rel=1e-4)
+    made.clear()
+    run_cases(replace(together, memory=1), cases[:1])
+    assert [fleet.hosts for fleet in made] == [1, 1]
 
 
 def test_results_of_constant_plans_have_the_features_of_moves_after_the_first_segment() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from esper.parallel import ALONE, FirstRankFailed, Group, Ranks
+from esper.parallel import ALONE, FirstRankFailed, Group, Ranks, joined
 from esper.rl.batch import Rollout
 from esper.rl.checkpoints import open_store
 from esper.rl.config import NetworkConfig, PPOConfig
@@ -290,6 +290,35 @@ OPTIONS = [
     "--num-steps", "16", "--num-minibatches", "2", "--num-epochs", "2", "--hidden-size", "8", "--encoder-sizes", "8",
 ]  # fmt: skip
 UPDATES = 18
+
+
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "nccl"), (5, "gloo")])
+def test_ranks_share_gpus_if_there_are_too_few_and_then_talk_by_gloo(ranks: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: dict[int, torch.device] = {}
+    backends: set[str] = set()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "init_process_group", backends.add)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(dist, "new_group", lambda **options: None)
+    for rank in range(ranks):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device, rank=rank: chosen.update({rank: device}))
+        for name, value in {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}.items():
+            monkeypatch.setenv(name, str(value))
+        with joined(torch.device("cuda")) as group:
+            assert group.place(torch.device("cuda")) == chosen[rank]
+    assert [chosen[rank].index for rank in range(ranks)] == [rank % 2 for rank in range(ranks)]
+    assert backends == {backend}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() != 1, reason="needs a single CUDA device")
+def test_ranks_that_share_a_gpu_finish_a_run(tmp_path: Path) -> None:
+    settings = [*OPTIONS, "--total-steps", str(UPDATES * RANKS * 4 * 16), "--device", "cuda"]
+    process = torchrun(RANKS, "ppo", "train", "cue", *settings, "--run", str(tmp_path / "shared"), "--json")
+    output, errors = process.communicate(timeout=90)
+    assert process.returncode == 0, errors
+    assert last_line(output)["status"] == "finished"
 
 
 def test_a_run_under_torchrun_that_is_stopped_and_resumed_equals_one_that_was_not(tmp_path: Path) -> None:

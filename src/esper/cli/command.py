@@ -132,14 +132,14 @@ def failures(
 def in_group(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Group]:
     """Join the group of processes that torchrun started, if it did. Only rank 0 writes to the standard output and reports errors."""
     from esper.devices import find_device
-    from esper.parallel import FirstRankFailed, GroupError, joined
+    from esper.parallel import FirstRankFailed, joined
 
     try:
         with joined(find_device(device)) as group:
             if group.rank:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             yield group
-    except (RunError, GroupError) as error:
+    except RunError as error:
         raise CommandError(str(error)) from error
     except FirstRankFailed as error:
         raise CommandError(str(error), exit_code=FAILED, is_printed=True) from error

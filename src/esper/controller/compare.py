@@ -199,15 +199,16 @@ class CompareSetting:
     compared: str = "heuristic"  # the contestant that random and the controls follow
     rules: Mapping[float, Rule] = field(default_factory=dict)  # price -> rule; without them, there is no contestant of this name
     controls: bool = True
-    rows: int = 256  # hosts trained at once
+    rows: int = 256  # hosts trained at once, at most
+    memory: int | None = None  # bytes for these hosts; fewer are trained at once if all would take more; None: no limit
     device: str | torch.device = "cpu"
     seed: int = 0  # of random moves
 
 
-def eval_setting(cell: Cell, task: Task, *, device: torch.device, rows: int) -> EvalSetting:
+def eval_setting(cell: Cell, task: Task, *, device: torch.device, rows: int, memory: int | None = None) -> EvalSetting:
     """Return the setting in which the hosts of a cell are trained; `task` is the cell's."""
     tensors = TaskTensors.of(task, device=device, dtype=torch.float32)
-    return EvalSetting(task, cell.host, tensors, cell.fleet(FLEET), GROWTH, device, rows)
+    return EvalSetting(task, cell.host, tensors, cell.fleet(FLEET), GROWTH, device, rows, memory)
 
 
 def make_case(cell: Cell, task: Task, name: str, seed: int, price: float | None, controller: Controller) -> EvalCase:
@@ -247,7 +248,7 @@ def compare_cell(
     on nothing outside this cell, so the cells of a comparison can be split over processes.
     """
     task = cell.task(load)
-    evaluation = eval_setting(cell, task, device=torch.device(setting.device), rows=setting.rows)
+    evaluation = eval_setting(cell, task, device=torch.device(setting.device), rows=setting.rows, memory=setting.memory)
     known = Known(cell, Streams(setting.seed).spawn(f"cell {number}"), setting.rules)
     contestants: dict[str, Contestant] = {name: _given(make) for name, make in controllers.items()}
     contestants |= {"heuristic": make_heuristic, **({"rule": make_rule} if setting.rules else {})}

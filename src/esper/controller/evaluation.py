@@ -67,7 +67,8 @@ class EvalSetting:
     fleet: FleetConfig
     growth: GrowthConfig
     device: torch.device
-    rows: int  # hosts that train at once
+    rows: int  # hosts that train at once, at most
+    memory: int | None = None  # bytes for these hosts with the largest seeds; fewer train at once if all would take more; None: no limit
 
 
 def run_cases(
@@ -79,23 +80,37 @@ def run_cases(
     """
     order = sorted(range(len(cases)), key=lambda index: cases[index].setting.horizon)
     runs: dict[int, EvalRun] = {}
-    for start in range(0, len(order), eval_setting.rows):
-        some = order[start : start + eval_setting.rows]
+    rows = _rows_that_fit(eval_setting)
+    for start in range(0, len(order), rows):
+        some = order[start : start + rows]
         runs |= dict(zip(some, _run_in_one_fleet(eval_setting, [cases[index] for index in some], on_progress), strict=True))
     return [runs[index] for index in range(len(cases))]
 
 
-def _run_in_one_fleet(eval_setting: EvalSetting, cases: Sequence[EvalCase], on_progress: Callable[[int], Any]) -> list[EvalRun]:
-    """Train cases in one fleet."""
-    fleet = Fleet(
+def _fleet(eval_setting: EvalSetting, hosts: int) -> Fleet:
+    return Fleet(
         eval_setting.task,
         eval_setting.task.maker(eval_setting.host),
-        hosts=len(cases),
+        hosts=hosts,
         growth=eval_setting.growth,
         config=eval_setting.fleet,
         device=eval_setting.device,
         tensors=eval_setting.tensors,
     )
+
+
+def _rows_that_fit(eval_setting: EvalSetting) -> int:
+    """Return how many hosts can train at once. A host is counted with as many of the largest seeds as its places may hold, or with two."""
+    if eval_setting.memory is None:
+        return eval_setting.rows
+    memory = _fleet(eval_setting, hosts=1).memory_per_host()
+    each = memory.least + memory.seeds * (eval_setting.growth.budget.max_seeds_per_place or 2)
+    return min(max(eval_setting.memory // each, 1), eval_setting.rows)
+
+
+def _run_in_one_fleet(eval_setting: EvalSetting, cases: Sequence[EvalCase], on_progress: Callable[[int], Any]) -> list[EvalRun]:
+    """Train cases in one fleet."""
+    fleet = _fleet(eval_setting, len(cases))
     fleet.reset({row: case.setting for row, case in enumerate(cases)})
     rows = list(range(len(cases)))
     while True:
