@@ -99,7 +99,7 @@ def living_seeds(folder: Path) -> int:
         (["train", "--hosts", "0"], "--hosts: expected an int > 0 and <= "),
         (["train", "--rounds", "0"], "--rounds: expected an int > 0, got 0"),
         (["train", "--source", "digts"], "no task named 'digts'; did you mean 'digits'?"),
-        (["train", "--source", "digits", "--source", "digits"], "--domain.sources: expected names, at least one and each once"),
+        (["train", "--optimizers", "sgd", "sgd"], "--domain.optimizers: expected names, at least one and each once"),
         (["train", "--source", "digits", "--domain.sources", "text"], "--source is short for --domain.sources; leave one of them out"),
         (["train", "--source", "cifar10"], "pass it with --data-dir"),
         (["train", "--source", "cifar10", "--data-dir", "nowhere"], "no folder nowhere"),
