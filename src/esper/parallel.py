@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 --no-python -- esper ppo train cue          # `--` separates torchrun's options from esper's
 
-Ranks on GPUs have one each, or share one: small networks leave most of a GPU idle, and one rank's bookkeeping is done while others compute.
+Ranks on GPUs have one each. If there are more ranks than GPUs, several share one.
 
 Every rank computes sums over its own environments. Their total over all ranks, divided by the total count, is the mean that one process
 with all environments would compute. So weights, normalisers and decisions are the same on all ranks.

@@ -281,7 +281,7 @@ class Comparison:
 
     @cached_property
     def found(self) -> Found:
-        """Hosts of all single contestants."""
+        """Hosts of every contestant; several trainings of one kind are not joined here."""
         return by_contestant(self.records, prices=self.prices, blind=self.blind)
 
     @cached_property

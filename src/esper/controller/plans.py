@@ -75,7 +75,7 @@ def _allowance(state: GrowthState) -> Allowance:
 
 
 def _possible_choices(state: GrowthState) -> dict[str, list[Choice]]:
-    """Return blueprint -> the slots in which it may germinate, each alone."""
+    """Return blueprint -> the slots in which it may germinate. The budget is checked for each of them as if it were the only one."""
     allowed = _allowance(state)
     found: dict[str, list[Choice]] = {}
     for slot in state.slots:

@@ -291,7 +291,7 @@ class StackedModel:
 
     @cached_property
     def wide_tensors(self) -> list[dict[str, Tensor]]:
-        """Parameters and buffers of the hosts of every part of the arrangement by name, [hosts, ...]."""
+        """For every part of the arrangement, the parameters and buffers of its hosts: name -> [hosts, ...]."""
         assert self.arrangement is not None
         formations, wide = self.arrangement.formations, [stacked for stacked in self.stacked_seeds if stacked.seed_kind.plan]
         rows = [formations.layouts["weights"].flatten(self.tensors), *(stacked.rows for stacked in wide)]

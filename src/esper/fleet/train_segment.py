@@ -235,7 +235,7 @@ class _SecondPass:
         return stacked_model.losses(inputs, targets, training=True, watch=watch)
 
     def statistics(self, kinds: int) -> list[Tensor]:
-        """Return the running statistics of the last kinds of width seeds."""
+        """Return the running statistics of width seeds: those of the last `kinds` kinds, which are the ones that learn in this pass."""
         rows = self._arrangement.apart(self._states)[1] if self._arrangement is not None and self._states is not None else []
         return rows[len(rows) - kinds :]
 

@@ -8,7 +8,7 @@ decision, and taken apart behind them.
 - `WidthKind`: width seeds with the same parts, and the layout of their weights and statistics in a row.
 - `Formation`: hosts with the same parts of seeds. It has the wide host as a stacked module, and says where its numbers come from.
 - `Formations`: all formations of a fleet that were needed so far.
-- `Assembly`: puts the rows of all wide hosts together by one gather, and takes them apart by another.
+- `Assembly`: gathers the tensors of all wide hosts from the rows of hosts and seeds, and such rows from these tensors.
 
 Small hosts of different widths are computed together, as hosts of the widest among them, whose other units and weights are zero. A kernel
 takes about as long for few numbers as for many.
@@ -135,7 +135,7 @@ class Formation:
         return self._fills[other, what]
 
     def _fill(self, numbers: Tensor, constants: Tensor, what: What) -> Fill:
-        """Return where numbers [W] come from; where they are 0, from the constant of this column."""
+        """Return where the numbers [W] come from. A number of 0 comes from a constant, 0 or 1, as given in `constants` [W]."""
         ends = torch.tensor(list(accumulate(self._sizes[what])))
         piece = torch.bucketize(numbers, ends) + 1
         column = numbers - 1 - torch.cat([ends.new_zeros(2), ends])[piece]
@@ -149,7 +149,7 @@ class Formation:
 
 @dataclass(frozen=True)
 class PartRows:
-    """Wide hosts that are computed together: where the numbers of each of them come from."""
+    """Says where the numbers of some wide hosts come from, which are computed together."""
 
     hosts: Sequence[int]  # numbers of the hosts
     seeds: Sequence[Sequence[tuple[int, int]]]  # of each host, in the order of their units: a kind of seeds, and a seed of that kind
@@ -159,11 +159,11 @@ class PartRows:
 
 
 class Assembly:
-    """Puts the tensors of all wide hosts of a stacked model together by one gather, and takes them apart by another.
+    """Gathers the tensors of all wide hosts of a stacked model from the rows of hosts and seeds, and the rows from the tensors.
 
-    They come from one source: the rows of all hosts, those of every kind of width seeds, and the constants 0 and 1, one behind another.
-    Every tensor is contiguous for all hosts of a part together, so that layers need no copies of it. `shapes` are those of the rows of the
-    hosts and of every kind of seeds, `like` is a tensor of their dtype and device.
+    The tensors come from one source: the rows of all hosts, those of every kind of width seeds, and the constants 0 and 1, one behind
+    another. Every tensor is contiguous for all hosts of a part together, so that layers need no copies of it. `shapes` are those of the
+    rows of the hosts and of every kind of seeds, `like` is a tensor of their dtype and device.
     """
 
     def __init__(self, parts: Sequence[PartRows], shapes: Sequence[torch.Size], like: Tensor) -> None:
@@ -224,7 +224,10 @@ class Assembly:
 
 
 class _Joined(torch.autograd.Function):
-    """Picks numbers from rows, each once, so gradients are picked too. Constants, which need no gradient, are picked often."""
+    """Gathers numbers from rows and constants. Each number of a row is gathered once, so that its gradient is found by another gather.
+
+    Constants may be gathered often. They need no gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, assembly: Assembly, factors: Tensor | None, *rows: Tensor) -> tuple[Tensor, ...]:
