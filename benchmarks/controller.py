@@ -168,7 +168,7 @@ def controller_files(folder: Path) -> dict[str, Path]:
 
 
 def compare(
-    number: int, *, files: dict[str, Path], rules: dict[float, Rule], device: str, hosts: int, memory: int | None, seed: int, controls: bool
+    number: int, *, files: dict[str, Path], rules: dict[float, Rule], device: str, hosts: int, memory: int | None, seed: int, controls: int
 ) -> list[Record]:
     """Train the hosts of all contestants in one cell, and return a record of each."""
     group = list(COMPARED)[number % len(COMPARED)]
@@ -177,7 +177,7 @@ def compare(
     first = FIRST_SEED["compare"]
     loaded = {name: load_controller(path) for name, path in files.items()}
     setting = CompareSetting(
-        PRICES, range(first, first + hosts), next(iter(files)), rules, controls, memory=memory, device=device, seed=seed
+        PRICES, range(first, first + hosts), next(iter(files)), rules, controls, rows=1_024, memory=memory, device=device, seed=seed
     )
     controllers = {name: partial(new_copy, controller) for name, controller in loaded.items()}
     return compare_cell(setting, cell, load, controllers, number=number, group=group)
@@ -204,7 +204,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=40, help="of a training (train)")
     parser.add_argument("--hosts-at-once", type=int, default=64, help="of a training (train)")
     parser.add_argument("--memory", type=float, help="GB for the hosts that a process trains at once (compare)")
-    parser.add_argument("--no-controls", action="store_true", help="leave out the controls at equal FLOPs (compare)")
+    parser.add_argument("--controls", type=int, default=4, help="hosts of a cell that have controls at equal FLOPs (compare)")
     parser.add_argument("--seed", type=int, default=1, help="of the cells")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=2, help="worker processes, of one thread each")
@@ -261,7 +261,7 @@ def run_compare(options: argparse.Namespace) -> None:
     }
     output.write(chosen)
     shared: dict[str, Any] = {"files": files, "rules": rules, "hosts": options.hosts, "device": options.device}
-    shared |= {"seed": 10_000 + options.seed, "controls": not options.no_controls}
+    shared |= {"seed": 10_000 + options.seed, "controls": options.controls}
     shared["memory"] = None if options.memory is None else int(options.memory * 1e9)
     have = {record["cell"] for record in output.earlier if record.get("what") == "cell"}
     jobs = [partial(compare, number, **shared) for number in range(options.cells) if number not in have]

@@ -58,7 +58,7 @@ def test_a_model_is_fitted_to_lives_and_compared_in_other_cells(
         controller_benchmark.main(["compare", "--folder", str(folder), "--out", str(out)])
     controller_benchmark.main(["fit", "--folder", str(folder), "--trainings", "2"])
     controller_benchmark.main(["train", "--folder", str(folder), "--rounds", "1", "--hosts-at-once", "4", "--jobs", "1"])
-    of_compare = ["compare", "--folder", str(folder), "--hosts", "2", "--jobs", "1", "--out", str(out), "--no-controls"]
+    of_compare = ["compare", "--folder", str(folder), "--hosts", "2", "--jobs", "1", "--out", str(out), "--controls", "0"]
     controller_benchmark.main([*of_compare, "--cells", "1"])
     controller_benchmark.main([*of_compare, "--cells", "2"])
     hosts, summary = [line for line in lines(out) if line.get("what") == "host"], lines(out)[-1]

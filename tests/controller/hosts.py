@@ -38,7 +38,7 @@ def seed_on_trial(name: str = "second", *, epoch: int = 4, gain: float = 0.05, *
 
 def state(*slots: SlotState, **fields: Any) -> GrowthState:
     base = GrowthState(
-        epoch=4, epochs=20, steps_per_epoch=16, train_losses=(2.0, 1.5, 1.2, 1.0), val_losses=(2.1, 1.6, 1.4, 1.3), slots=slots,
+        epoch=4, epochs=16, steps_per_epoch=16, train_losses=(2.0, 1.5, 1.2, 1.0), val_losses=(2.1, 1.6, 1.4, 1.3), slots=slots,
         host_cost=HOST, added=Cost(0, 0), parameters_left=16_000, flops_left=None, seeds_left=len(slots), scale=LossRange.of(2.3),
         lifecycle=RULES,
         learning_rate=0.01, samples_per_epoch=1_000, host_load=400.0, rent=RentConfig(parameters=0.1, flops=0.03),
@@ -48,7 +48,7 @@ def state(*slots: SlotState, **fields: Any) -> GrowthState:
 
 def drawn_state(rng: np.random.Generator, *, slots: int = 3) -> GrowthState:
     """Anything that could be: seeds in all stages, with and without measurements."""
-    epoch = int(rng.integers(0, 20))
+    epoch = int(rng.choice([1, 4])) if rng.uniform() < 0.6 else int(rng.integers(0, 16))
     losses = tuple(float(loss) for loss in np.exp(rng.normal(0, 0.3, epoch)))
     return state(
         *(_drawn_slot(rng, f"slot{index}", epoch) for index in range(slots)),

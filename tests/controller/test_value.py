@@ -104,7 +104,8 @@ def test_a_random_plan_repeats_itself_and_records_every_move() -> None:
     plans = {seed: follow(seed) for seed in range(60)}
     assert all(follow(seed) == plans[seed] for seed in range(5))
     made = [[name for names in decisions for name in names] for decisions, _ in plans.values()]
-    assert {len(names) for names in made} == {1, 2, 3}
+    assert {len(names) for names in made} == {1, 2}
+    assert {epoch for decisions, _ in plans.values() for epoch, names in enumerate(decisions) if names} == {1, 5}
     assert 0.3 < np.mean([name == "widen_100" for names in made for name in names]) < 0.7
     assert all(recorded[: len(names)] == names for names, (_, recorded) in zip(made, plans.values(), strict=True))
     assert all(recorded[len(names) :] in ([], [NOTHING.name]) for names, (_, recorded) in zip(made, plans.values(), strict=True))
@@ -149,7 +150,8 @@ def test_a_host_that_never_grows_equals_its_twin_and_random_plans_are_recorded()
     recorders = [Recorder() for _ in range(3)]
     runs = train(Never(), Never(), *(RandomPlan(seed, recorder) for seed, recorder in enumerate(recorders)))
     assert runs[0].val_loss == runs[1].val_loss
-    assert all(len(recorder.features) == len(recorder.sizes) >= run.grown for recorder, run in zip(recorders, runs[2:], strict=True))
+    assert all(len(recorder.features) == len(recorder.sizes) >= 1 for recorder in recorders)
+    assert all(run.grown for run in runs[2:])
     records = Records()
     for recorder, run in zip(recorders, runs[2:], strict=True):
         records.add(recorder, cell=0, gain=runs[0].val_loss - run.val_loss, end_size=1.0)
@@ -200,13 +202,13 @@ def test_a_rent_above_the_gain_stops_growth() -> None:
     assert grown_by(ValueController(taught().model), with_data(20_000, price=0.6)) == []
 
 
-def test_nothing_grows_before_the_first_losses_or_late() -> None:
+def test_nothing_grows_before_the_first_losses_or_between_the_looks() -> None:
     controller, now = ValueController(taught().model), with_data(20_000)
     assert grown_by(controller, replace(now, epoch=0, train_losses=(), val_losses=())) == []
     assert controller.decide(replace(now, epoch=0, train_losses=(), val_losses=())).probe
-    late = controller.decide(replace(now, epoch=13))
+    late = controller.decide(replace(now, epoch=5))
     assert not late.actions
-    assert late.reason == "makes no move after 60% of the training"
+    assert late.reason == "makes moves only after 1 and 4 training segments"
     assert controller.decide(replace(now, epoch=0, train_losses=(), val_losses=())).reason == "waits for the first losses"
     assert controller.decide(replace(now, seeds_left=0)).reason == "no move is possible: no slot is free, or the budget is used up"
     assert "ahead of growing nothing more" in controller.decide(now).reason
@@ -279,7 +281,7 @@ class Watching:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [3, 22])
+@pytest.mark.parametrize("seed", [4, 22])
 def test_moves_in_width_and_depth_are_described_alike_in_a_fleet_and_in_grow(seed: int) -> None:
     """Before and after seeds were kept, and slots opened again behind them."""
     task = small_task()

@@ -16,10 +16,10 @@ from esper.fleet import Fleet, FleetConfig, FleetError, HostConfig, TaskTensors
 from esper.fleet.device import Reading
 from esper.fleet.measure import losses_of
 from esper.growth import GrowthError, register_blueprint
-from esper.growth.config import GovernorConfig, GrowthConfig, LifecycleConfig, SeedOptimizerConfig
+from esper.growth.config import GovernorConfig, GrowthConfig, LifecycleConfig, RentConfig, SeedOptimizerConfig
 from esper.growth.events import ActionRefused, StageEntered
 from esper.growth.host.layout import Place
-from esper.growth.lifecycle.stages import Advance, Decision, Fossilize, Germinate, Stage
+from esper.growth.lifecycle.stages import Advance, Decision, Fossilize, Germinate, Prune, Stage
 from esper.growth.seeds import blueprints
 from esper.runs import Event
 from esper.tasks import ConvHost, Split, load_task, shuffled_order
@@ -228,6 +228,54 @@ def test_losses_of_a_row_equal_those_of_the_host_with_its_kept_seeds() -> None:
         model = train_alone(task, setting, growth, CONFIG, Scripted(script)).model.eval()
         expected = nn.functional.cross_entropy(model(task.test.inputs), task.test.targets)
         torch.testing.assert_close(fleet.losses(task.test)[row], expected.detach(), atol=1e-9, rtol=0)
+
+
+# Copies
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lifecycle", [JOINT, SHADOW], ids=["joint", "shadow"])
+def test_a_copied_host_goes_on_as_the_host_does_and_then_apart_from_it(lifecycle: LifecycleConfig) -> None:
+    config = msgspec.structs.replace(CONFIG, keep="best")
+    settings = host_settings(3, label_noise=0.3)
+    fleet = make_fleet(settings, GrowthConfig(lifecycle=lifecycle), config)
+    germinate_in_every_slot(fleet, 1)
+    for _ in range(2):
+        fleet.advance()
+    untouched = copy_rows(fleet, [0])
+    fleet.copy({2: 1})
+    assert_identical(copy_rows(fleet, [0]), untouched)
+    assert_identical(copy_rows(fleet, [1]), copy_rows(fleet, [2]))
+    assert fleet.state(1) == fleet.state(2)
+    assert fleet.state(0) != fleet.state(1)
+    for _ in range(2):
+        fleet.advance()
+    for name, tensor in fleet.tensors().items():  # rows of one tensor may be rounded differently
+        torch.testing.assert_close(tensor[1], tensor[2], rtol=1e-9, atol=1e-9, msg=name)
+    decide(fleet, 2, Prune(SLOTS[0], "in one of them only"))
+    while fleet.advance():
+        pass
+    assert [len(fleet.rows[row].host_growth.lifecycles.living()) for row in (1, 2)] == [3, 2]
+    fleet.finish(range(3))
+    alone = make_fleet(settings, GrowthConfig(lifecycle=lifecycle), config)
+    germinate_in_every_slot(alone, 1)
+    while alone.advance():
+        pass
+    alone.finish(range(3))
+    torch.testing.assert_close(fleet.validation_losses()[:2], alone.validation_losses()[:2], rtol=1e-4, atol=1e-5)
+
+
+def test_the_rent_of_a_host_can_change() -> None:
+    fleet = make_fleet(host_settings(2))
+    before = fleet.state(1)
+    fleet.set_rent(1, RentConfig(parameters=9.0))
+    dear = fleet.state(1)
+    assert dear.rent.parameters == 9.0
+    assert dear.slots[0].candidates[0].rent > before.slots[0].candidates[0].rent
+    assert fleet.state(0).rent == before.rent
+    fleet.advance()
+    fleet.copy({0: 1})
+    assert fleet.state(0).rent == dear.rent
 
 
 # Saving

@@ -2,7 +2,7 @@
 
     never        nothing grows
     early        one random move after the first training segment
-    random       random moves in the first 60 % of the training, in each cell and at each price as many as the compared contestant made
+    random       random moves, in each cell and at each price as many as the compared contestant made
     blind        the constant plan that is best on training cells at that price
     tuned        the constant plan that is best on the other hosts of the same cell: about what a controller could gain by its observations
     rule         one move if one of its features is above or below a threshold after the first segment; chosen on training cells, by price
@@ -11,12 +11,13 @@
 
 Controls have the FLOPs that the compared contestant used for a host, including its measurements and probes:
 
-    longer       the host without growth; it makes more decisions, with as many training steps between them
+    longer       the host without growth, trained longer
     final        the final network of the compared contestant, present from the start
     grid         static hosts of 1, 2, 4 and 8 times the width, each with a quarter of the FLOPs; the best by validation loss and price
 
-Hosts of one seed have the same first weights and data order under every contestant, and every host keeps its best validation state. The
-FLOPs of validation are counted, but for those of the grid. The test data are used for no decision and no choice.
+Hosts of one seed have the same first weights and data order under every contestant, and every host keeps its best validation state. Moves
+are made at the same two times by all contestants but the heuristic (see `esper.controller.plans.looks`). The FLOPs of validation are
+counted, but for those of the grid. The test data are used for no decision and no choice.
 `esper.controller.compare_results` describes the records and computes the statistics.
 """
 
@@ -24,7 +25,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -36,11 +38,11 @@ from numpy.typing import NDArray
 
 from esper.controller.cells import Cell, draw_cell
 from esper.controller.compare_results import ORDER, PLANS, Comparison, Record, blind_plans
-from esper.controller.config import BRANCHES, HELD_OUT_SEEDS, MOVES, UNTIL, CompareConfig, ControllerConfig, rent_at
+from esper.controller.config import BRANCHES, HELD_OUT_SEEDS, MOVES, CompareConfig, ControllerConfig, rent_at
 from esper.controller.evaluation import EvalCase, EvalRun, EvalSetting, run_cases
 from esper.controller.layout import FEATURES, size_of
 from esper.controller.learned import Learned, load_controller
-from esper.controller.plans import CONSTANT_PLANS, NOTHING, ConstantPlan, RandomMoves, make_move, move_named
+from esper.controller.plans import CONSTANT_PLANS, NOTHING, ConstantPlan, RandomMoves, looks, make_move, move_named
 from esper.controller.trained import file_of
 from esper.controller.value import Recorder, describe
 from esper.devices import find_device, threads
@@ -150,10 +152,8 @@ def make_early(seed: int, price: float, known: Known) -> Controller:
 
 
 def make_random(seed: int, price: float, known: Known) -> Controller:
-    rng = known.streams.numpy(f"times {seed} {price}")
-    last = max(int(UNTIL * known.cell.horizon), 1)
-    count = min(known.moves[seed, price], last)
-    times = tuple(int(time) for time in rng.choice(np.arange(1, last + 1), size=count, replace=False))
+    rng, at = known.streams.numpy(f"times {seed} {price}"), looks(known.cell.horizon)
+    times = tuple(int(time) for time in rng.choice(at, size=min(known.moves[seed, price], len(at)), replace=False))
     return RandomMoves(known.streams.integer(f"random {seed} {price}"), times)
 
 
@@ -198,7 +198,7 @@ class CompareSetting:
     host_seeds: Sequence[int]
     compared: str = "heuristic"  # the contestant that random and the controls follow
     rules: Mapping[float, Rule] = field(default_factory=dict)  # price -> rule; without them, there is no contestant of this name
-    controls: bool = True
+    controls: int | None = None  # number of hosts in a cell that have controls at equal FLOPs; None: all
     rows: int = 256  # hosts trained at once, at most
     memory: int | None = None  # bytes for these hosts; fewer are trained at once if all would take more; None: no limit
     device: str | torch.device = "cpu"
@@ -267,18 +267,17 @@ def compare_cell(
     never = {run.seed: run for run in runs if run.controller == "never"}
     known = replace(known, moves=_moves_to_match(ours, setting, known.streams))
     cases = [case("random", seed, price, make_random(seed, price, known)) for seed, price in known.moves]
-    if setting.controls:
-        cases += [_longer(run, never[run.seed], case) for run in ours]
-        cases += [_final(run, never[run.seed], case) for run in ours if not any("#" in slot for slot, _ in run.kept)]
-    found = run_cases(evaluation, cases, partial(on_progress, f"{where}: controls"))
-    left_out: list[EvalRun] = []
-    if setting.controls:
-        # Leave out final networks that cannot grow at the start: those with slots that opened again, and those that came out otherwise.
-        wanted = {(run.seed, run.price): run for run in ours}
-        found = [run for run in found if run.controller != "final" or _is_same_network(run, wanted[run.seed, run.price])]
-        trained = {(run.seed, run.price) for run in found if run.controller == "final"}
-        left_out = [run for key, run in wanted.items() if key not in trained]
-        found += _grid(ours, case, cell, evaluation, partial(on_progress, f"{where}: widths"))
+    # Controls are made for the runs of the first hosts.
+    wanted = {(run.seed, run.price): run for run in ours if run.seed in setting.host_seeds[: setting.controls]}
+    cases += [_final(run, never[run.seed], case) for run in wanted.values() if not any("#" in slot for slot, _ in run.kept)]
+    found = run_cases(evaluation, cases, partial(on_progress, f"{where}: random moves and final networks"))
+    # Leave out final networks that cannot grow at the start: those with slots that opened again, and those that came out otherwise.
+    found = [run for run in found if run.controller != "final" or _is_same_network(run, wanted[run.seed, run.price])]
+    trained = {(run.seed, run.price) for run in found if run.controller == "final"}
+    left_out = [run for key, run in wanted.items() if key not in trained]
+    if wanted:
+        static = [*_longer(wanted.values(), never, case, cell), *_grid(wanted.values(), case, cell, evaluation.task)]
+        found += _train_static(evaluation, static, partial(on_progress, f"{where}: hosts that do not grow"))
 
     samples = len(task.train) if cell.samples is None else min(cell.samples, len(task.train))
     about = {"cell": number, "group": group, **msgspec.to_builtins(cell), "training_samples": samples}
@@ -310,7 +309,7 @@ def _result(run: EvalRun, never: EvalRun) -> Record:
 
     A host that grew nothing in the same training is that host: fleets of other sizes only round differently, so its gain is 0.
     """
-    is_never = not run.grown and (run.host, run.horizon) == (never.host, never.horizon)
+    is_never = not run.grown and (run.host, run.horizon, run.steps) == (never.host, never.horizon, never.steps)
     return {
         **_name(run),
         "gain": 0.0 if is_never else (never.test_loss - run.test_loss) / never.unit,
@@ -339,10 +338,33 @@ def _with_horizon(case: EvalCase, decisions: int) -> EvalCase:
     return replace(case, setting=msgspec.structs.replace(case.setting, horizon=decisions))
 
 
-def _longer(run: EvalRun, never: EvalRun, case: Callable[..., EvalCase]) -> EvalCase:
-    """Return the host of a run without growth, trained for as many FLOPs; `never` shows what a decision costs."""
-    one = case("longer", run.seed, run.price, Never())
-    return _with_horizon(one, math.ceil(run.total_flops * never.horizon / never.total_flops))
+@dataclass(frozen=True)
+class StaticCase:
+    """A host that grows nothing, to train in a network and with steps between decisions of its own."""
+
+    host: str
+    steps_per_decision: int
+    case: EvalCase
+
+
+def _segment_steps(steps: float, decisions: int) -> int:
+    """Return the number of steps between two decisions, a power of 2, with which a training has `decisions` to 2 × `decisions` of them.
+
+    So hosts whose trainings differ in length mostly share a fleet, and none is validated much more often than the host of the cell.
+    """
+    return 1 << max(math.floor(math.log2(max(steps, 1) / decisions)), 0)
+
+
+def _longer(ours: Iterable[EvalRun], never: Mapping[int, EvalRun], case: Callable[..., EvalCase], cell: Cell) -> Iterator[StaticCase]:
+    """Yield for every run its host without growth, trained for as many FLOPs, those of validation included."""
+    for run in ours:
+        twin = never[run.seed]
+        training = 3 * run.flops_per_sample * cell.samples_per_decision  # FLOPs up to a decision
+        validation = twin.total_flops / twin.horizon - training
+        times = _segment_steps(run.total_flops / twin.total_flops, 1)
+        decisions = math.ceil(run.total_flops / (times * training + validation))
+        one = _with_horizon(case("longer", run.seed, run.price, Never()), decisions)
+        yield StaticCase(cell.host, times * cell.steps_per_decision, one)
 
 
 def _final(run: EvalRun, never: EvalRun, case: Callable[..., EvalCase]) -> EvalCase:
@@ -367,28 +389,30 @@ def widened_name(host: str, factor: int) -> str:
     return f"{family}-{int(width) * factor}x{blocks}"
 
 
-def _grid(
-    ours: Sequence[EvalRun], case: Callable[..., EvalCase], cell: Cell, evaluation: EvalSetting, on_progress: Callable[[int], Any]
-) -> list[EvalRun]:
-    """Train static hosts of all widths, for every run of the compared contestant, with an equal part of its FLOPs each.
-
-    A wider host makes fewer steps between two validations, so that a decision costs about as much as one of the cell's host. A width that
-    cannot be trained for a single decision is left out.
-    """
-    runs: list[EvalRun] = []
+def _grid(ours: Iterable[EvalRun], case: Callable[..., EvalCase], cell: Cell, task: Task) -> Iterator[StaticCase]:
+    """Yield for every run hosts of all widths, each with an equal part of its FLOPs. One that could not make a step is left out."""
     for factor in WIDTHS:
         name = widened_name(cell.host, factor)
-        cost = discover(evaluation.task.make_host(name, seed=0), evaluation.task.example_input).host
-        steps = max(round(cell.steps_per_decision * ours[0].flops_per_sample / cost.flops), 1)
-        cases = [
-            replace(_with_horizon(case(f"grid {factor}", run.seed, run.price, Never()), decisions), is_measured=False)
-            for run in ours
-            if (decisions := int(run.total_flops / len(WIDTHS) / (3 * cost.flops * cell.batch_size * steps)))
-        ]
+        cost = discover(task.make_host(name, seed=0), task.example_input).host
+        for run in ours:
+            steps = run.total_flops / len(WIDTHS) / (3 * cost.flops * cell.batch_size)
+            between = _segment_steps(steps, cell.horizon)
+            if decisions := int(steps / between):
+                one = _with_horizon(case(f"grid {factor}", run.seed, run.price, Never()), decisions)
+                yield StaticCase(name, between, replace(one, is_measured=False))
+
+
+def _train_static(evaluation: EvalSetting, static: Iterable[StaticCase], on_progress: Callable[[int], Any]) -> list[EvalRun]:
+    """Train hosts that grow nothing, those of one network and as many steps between decisions together."""
+    fleets: dict[tuple[str, int], list[EvalCase]] = defaultdict(list)
+    for one in static:
+        fleets[one.host, one.steps_per_decision].append(one.case)
+    runs: list[EvalRun] = []
+    for (host, steps), cases in fleets.items():
         fleet = msgspec.structs.replace(evaluation.fleet, steps_per_decision=steps)
-        # These hosts grow nothing, so the fleet need not prepare all kinds of seeds.
-        fixed = replace(evaluation, host=name, fleet=fleet, growth=GrowthConfig(blueprints=("norm",)))
-        runs += run_cases(fixed, cases, on_progress)
+        # The fleet need not prepare all kinds of seeds, and needs little memory.
+        alone = replace(evaluation, host=host, fleet=fleet, growth=GrowthConfig(blueprints=("norm",)), memory=None)
+        runs += run_cases(alone, cases, on_progress)
     return runs
 
 
@@ -467,7 +491,7 @@ def compare(config: CompareConfig, load: Load, *, on_progress: OnProgress = _ign
             host_seeds=range(config.hosts),
             compared=compared,
             rules=rules,
-            controls=config.controls,
+            controls=None if config.controls else 0,
             rows=config.rows,
             device=device,
             seed=config.seed,

@@ -28,7 +28,9 @@ from esper.rl.config import PPOConfig
 from esper.rl.run_config import ShownConfig
 
 HELD_OUT_SEEDS = 10_000  # host seeds below this are reserved for comparisons, all others are for training
-UNTIL = 0.6  # share of the training in which controllers of this package make moves: what grows later has no time to learn
+# Shares of the training after which moves are made; 0 is after the first training segment. Later moves gained nothing (see docs/log.md),
+# and every look at a host costs a probe.
+LOOKS = (0.0, 0.25)
 
 # Names of the moves, see `esper.controller.plans`, and the blueprints that they need.
 WIDENINGS = ("widen_100", "widen_300", "widen_700")

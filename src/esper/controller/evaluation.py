@@ -2,12 +2,15 @@
 
 All controllers go through the same code: the same initialisation and data order for the same seed, and a decision before every training
 segment and one after the last. All FLOPs are counted, including those of pruned seeds and of measurements.
+
+Cases that start alike, such as those of one seed under several controllers, are one host of the fleet as long as their controllers decide
+the same. Where they differ, the host is copied. The rent of a case is only shown to its controller, so it makes no difference by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -17,8 +20,8 @@ from esper.controller.fleet_with_twins import with_finite_losses
 from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.data import TaskTensors
 from esper.fleet.fleet import Fleet
-from esper.growth.config import GrowthConfig
-from esper.growth.lifecycle.stages import Controller, Stage
+from esper.growth.config import GrowthConfig, RentConfig
+from esper.growth.lifecycle.stages import Controller, Decision, Shrink, Stage
 from esper.tasks import Task
 
 
@@ -43,6 +46,7 @@ class EvalRun(msgspec.Struct, frozen=True, kw_only=True):
     price: float | None  # of the rent that the controller saw; None if it makes no difference
     seed: int
     horizon: int
+    steps: int  # of training
     test_loss: float  # nats
     val_loss: float
     parameters: int  # of the host alone
@@ -67,8 +71,8 @@ class EvalSetting:
     fleet: FleetConfig
     growth: GrowthConfig
     device: torch.device
-    rows: int  # hosts that train at once, at most
-    memory: int | None = None  # bytes for these hosts with the largest seeds; fewer train at once if all would take more; None: no limit
+    rows: int  # cases that train at once, at most
+    memory: int | None = None  # bytes for as many hosts with the largest seeds; fewer train at once if they would take more; None: no limit
 
 
 def run_cases(
@@ -109,27 +113,69 @@ def _rows_that_fit(eval_setting: EvalSetting) -> int:
 
 
 def _run_in_one_fleet(eval_setting: EvalSetting, cases: Sequence[EvalCase], on_progress: Callable[[int], Any]) -> list[EvalRun]:
-    """Train cases in one fleet."""
+    """Train cases in one fleet. It has a row for every case, and uses one for every group of cases that have been decided alike so far."""
     fleet = _fleet(eval_setting, len(cases))
-    fleet.reset({row: case.setting for row, case in enumerate(cases)})
-    rows = list(range(len(cases)))
+    groups = dict(enumerate(_alike(cases)))  # row -> its cases
+    fleet.reset({row: group[0].setting for row, group in groups.items()})
+    rows = list(groups)
     while True:
-        fleet.decide(
-            {row: cases[row].controller.decide(with_finite_losses(fleet.state(row))) for row in rows if not fleet.rows[row].is_given_up}
-        )
+        decisions = _decide(fleet, groups, [row for row in rows if not fleet.rows[row].is_given_up])
+        fleet.decide(decisions)
+        rows = list(dict.fromkeys((*rows, *decisions)))
         for row in rows:
-            if cases[row].is_static:  # fossilize its seeds at once, without the gate that needs a measurement
+            if groups[row][0].is_static:  # fossilize its seeds at once, without the gate that needs a measurement
                 lifecycles = fleet.rows[row].host_growth.lifecycles
                 for name in [name for name in lifecycles.living() if lifecycles.backends[name].life.stage is Stage.HOLDING]:
                     lifecycles.fossilize(name, "a part of the network from the start")
-        on_progress(len(rows))
+        on_progress(sum(len(groups[row]) for row in rows))
         rows = fleet.advance()
         if not rows:
             break
     # Prune the seeds that were not kept, and measure the hosts on test and validation data.
-    fleet.finish(range(len(cases)))
+    fleet.finish(groups)
     test, validation = fleet.losses(eval_setting.task.test).tolist(), fleet.losses(eval_setting.task.validation).tolist()
-    return [_result(eval_setting, fleet, row, case, test[row], validation[row]) for row, case in enumerate(cases)]
+    results = {
+        id(case): _result(eval_setting, fleet, row, case, test[row], validation[row]) for row, group in groups.items() for case in group
+    }
+    return [results[id(case)] for case in cases]
+
+
+def _alike(cases: Sequence[EvalCase]) -> list[list[EvalCase]]:
+    """Return groups of cases that start as the same host."""
+    groups: dict[object, list[EvalCase]] = {}
+    for case in cases:
+        without_rent = msgspec.structs.replace(case.setting, rent=RentConfig())
+        groups.setdefault((without_rent, case.is_static), []).append(case)
+    return list(groups.values())
+
+
+def _decide(fleet: Fleet, groups: dict[int, list[EvalCase]], rows: Sequence[int]) -> dict[int, Decision]:
+    """Return the decision for every host. Where the controllers of a row differ, divide its cases, and copy the host to free rows."""
+    decisions: dict[int, Decision] = {}
+    copies: dict[int, int] = {}
+    for row in rows:
+        parts: dict[object, tuple[Decision, list[EvalCase]]] = {}
+        for case in groups[row]:
+            fleet.set_rent(row, case.setting.rent)
+            decision = case.controller.decide(with_finite_losses(fleet.state(row)))
+            parts.setdefault(_effect(decision, case.setting.rent), (decision, []))[1].append(case)
+        for number, (decision, cases) in enumerate(parts.values()):
+            place = len(groups) if number else row
+            groups[place], decisions[place] = cases, decision
+            if number:
+                copies[place] = row
+    fleet.copy(copies)
+    for row in decisions:
+        fleet.set_rent(row, groups[row][0].setting.rent)
+    return decisions
+
+
+def _effect(decision: Decision, rent: RentConfig) -> object:
+    """Return all of a decision that makes a difference to a host: everything but the reasons."""
+    actions = tuple((type(action), replace(action, reason="")) for action in decision.actions)
+    # Whether a kept seed may be removed depends on the rent.
+    its_rent = rent if any(isinstance(action, Shrink) for action in decision.actions) else None
+    return actions, its_rent, decision.probe, decision.not_probed, decision.measure_kept
 
 
 def _result(eval_setting: EvalSetting, fleet: Fleet, row: int, case: EvalCase, test_loss: float, val_loss: float) -> EvalRun:
@@ -143,6 +189,7 @@ def _result(eval_setting: EvalSetting, fleet: Fleet, row: int, case: EvalCase, t
         price=case.price,
         seed=case.setting.seed,
         horizon=case.setting.horizon,
+        steps=case.setting.horizon * fleet.steps_per_decision,
         test_loss=test_loss,
         val_loss=val_loss,
         parameters=host_growth.lifecycles.host.parameters,

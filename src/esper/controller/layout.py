@@ -11,16 +11,15 @@ Shapes: N = hosts, K = moves, nothing included.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from esper.controller.config import MOVES, UNTIL, rent_at
+from esper.controller.config import MOVES, rent_at
 from esper.controller.features import HOST, MOVE, ObservedMove
-from esper.controller.plans import NOTHING, Move, make_move, move_named, moves
+from esper.controller.plans import NOTHING, Move, looks, make_move, move_named, moves
 from esper.growth.lifecycle.stages import Cost, Decision, GrowthState
 from esper.growth.measure.contribution import rent_of, total
 from esper.vecenv import ActionSpec, Discrete, Masks, Obs, ObservationSpec, TensorSpec
@@ -57,22 +56,17 @@ def size_of(added: Cost, host: Cost) -> float:
     return rent_of(added, host, rent_at(1.0))
 
 
-def last_epoch_of_moves(state: GrowthState) -> float:
-    return math.inf if state.epochs is None else max(UNTIL * state.epochs, 1)
-
-
 def options(state: GrowthState) -> dict[str, Move]:
-    """Return the moves that a controller may make now, by name. There are none before the first losses and the estimates of a probe."""
-    can_move = 0 < state.epoch <= last_epoch_of_moves(state)
-    return {move.name: move for move in [NOTHING, *(moves(state) if can_move else [])]}
+    """Return the moves that a controller may make now, by name. There are none but when it looks at the host, see `looks`."""
+    return {move.name: move for move in [NOTHING, *(moves(state) if state.epoch in looks(state.epochs) else [])]}
 
 
 def why_no_move(state: GrowthState) -> str:
     """Return the reason why `options` holds no move but to grow nothing."""
     if not state.epoch:
         return "waits for the first losses"
-    if state.epoch > last_epoch_of_moves(state):
-        return f"makes no move after {UNTIL:.0%} of the training"
+    if state.epoch not in looks(state.epochs):
+        return f"makes moves only after {' and '.join(map(str, looks(state.epochs)))} training segments"
     return "no move is possible: no slot is free, or the budget is used up"
 
 
@@ -109,8 +103,8 @@ def observe(states: Sequence[GrowthState]) -> tuple[Obs, Masks]:
 
 
 def decision(state: GrowthState, move: Move, why: str) -> Decision:
-    """Return the decision to make a move. Seeds are raised and kept as early as possible, and candidates are probed before every move."""
-    must_probe = state.epoch + 1 <= last_epoch_of_moves(state) and any(slot.candidates for slot in state.slots)
+    """Return the decision to make a move. Seeds are raised and kept as early as possible, and candidates are probed before every look."""
+    must_probe = state.epoch + 1 in looks(state.epochs) and any(slot.candidates for slot in state.slots)
     return make_move(state, move, why, about=why, probe=must_probe)
 
 

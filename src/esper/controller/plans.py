@@ -7,19 +7,18 @@ A move is a set of seeds that germinate together. It names no slots, so that it 
     norm                 a norm in every slot that takes one
     widen_300 and deep   the widening, and a branch in every slot that is left
 
-Seeds are raised in one way: advanced and kept as early as the gates allow (see `see_through`).
+Seeds are raised in one way: advanced and kept as early as the gates allow (see `see_through`). Moves are made after the first training
+segment and after a quarter of the training (see `looks`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
-from esper.controller.config import BRANCHES, MOVES, UNTIL, WIDENINGS
+from esper.controller.config import BRANCHES, LOOKS, MOVES, WIDENINGS
 from esper.growth.controllers.baselines import see_through
 from esper.growth.lifecycle.stages import Action, Candidate, Cost, Decision, Germinate, GrowthState, SlotState, may_germinate
 from esper.growth.measure.contribution import Allowance, total
@@ -44,6 +43,19 @@ class Move:
 
 
 NOTHING = Move("nothing")
+
+
+def looks(epochs: int | None) -> tuple[int, ...]:
+    """Return the numbers of finished training segments after which moves are made. A training of unknown length counts as one of 16.
+
+    >>> looks(20), looks(4)
+    ((1, 5), (1,))
+    """
+    return tuple(sorted({_look(share, epochs) for share in LOOKS}))
+
+
+def _look(share: float, epochs: int | None) -> int:
+    return max(round(share * (16 if epochs is None else epochs)), 1)
 
 
 def moves(state: GrowthState) -> list[Move]:
@@ -137,7 +149,7 @@ class ConstantPlan:
         return "never" if self.move is None else f"{self.move} at {self.at:g}"
 
     def decide(self, state: GrowthState) -> Decision:
-        move, when = NOTHING, max(round(self.at * (state.epochs or 0)), 1)
+        move, when = NOTHING, _look(self.at, state.epochs)
         if state.epoch == when:
             move = move_named(self.move or NOTHING.name, state)
             self.record(state, move)
@@ -148,38 +160,36 @@ class ConstantPlan:
 CONSTANT_PLANS = (
     ConstantPlan(),
     *(ConstantPlan(move) for move in MOVES),
-    *(ConstantPlan(move, at=0.25) for move in MOVES if " and " not in move),
+    *(ConstantPlan(move, at=share) for share in LOOKS[1:] for move in MOVES if " and " not in move),
 )
+
+
+_SHARE_OF_LOOKS = 0.7  # at which a random plan makes a move
 
 
 @dataclass
 class RandomPlan:
-    """Makes 1 to 3 random moves, rather early, and tells `record` each with the state before it, and when it makes no more."""
+    """Makes a random move at some looks, at least at one. Tells `record` each with the state before it, and where it makes no more."""
 
     seed: int
     record: OnMove = _record_nothing
     name: str = "random"
-    _times: list[int] = field(default_factory=list)  # of the moves, then the one at which it is recorded that nothing more grows
+    _times: frozenset[int] = frozenset()  # of the moves
 
     def decide(self, state: GrowthState) -> Decision:
         rng = Streams(self.seed).numpy(f"decision {state.epoch}")
+        at = looks(state.epochs)
         if not self._times:
-            self._times = self._draw_times(state.epochs or 0, rng)
+            some = [look for look in at if rng.random() < _SHARE_OF_LOOKS]
+            self._times = frozenset(some or [at[rng.integers(len(at))]])
         move = NOTHING
-        if state.epoch in self._times[:-1] and (options := moves(state)):
+        if state.epoch in self._times and (options := moves(state)):
             move = options[rng.integers(len(options))]
             self.record(state, move)
-        elif state.epoch == self._times[-1]:
+        elif state.epoch in at and state.epoch > max(self._times):
             self.record(state, NOTHING)
-        must_probe = state.epoch + 1 in self._times and any(slot.candidates for slot in state.slots)
+        must_probe = state.epoch + 1 in at and any(slot.candidates for slot in state.slots)
         return make_move(state, move, "drawn at random", about=self.name, probe=must_probe)
-
-    def _draw_times(self, epochs: int, rng: np.random.Generator) -> list[int]:
-        count = 1 + int(rng.choice(3, p=[0.55, 0.3, 0.15]))
-        last = max(int(UNTIL * epochs), 1)
-        times = sorted({1 + int(last * rng.random() ** 2) for _ in range(count)})
-        end = int(rng.integers(times[-1] + 1, epochs)) if times[-1] + 1 < epochs else epochs
-        return [*times, end]
 
 
 @dataclass

@@ -102,6 +102,16 @@ class FleetData:
             self._noisy_labels[row] = self._draw_noisy_labels(setting)
         self._labels_of_rows = None
 
+    def copy(self, row: int, source: int) -> None:
+        """Give a row the samples and labels of another one, and its place in them."""
+        order = self.orders[source]
+        self.orders[row] = Order(order.chosen, seed=order.seed)
+        self.orders[row].move_to(order.epoch, order.position)
+        self._noisy_labels.pop(row, None)
+        if source in self._noisy_labels:
+            self._noisy_labels[row] = self._noisy_labels[source]
+        self._labels_of_rows = None
+
     def batches(self, steps: int, batch_size: int, *, rows: Sequence[int]) -> Tensor:
         """Take the samples that these hosts see in the next steps. Return their numbers [T, B, hosts], on the device."""
         taken = [self.orders[row].take(steps * batch_size) for row in rows]

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from esper.fleet.config import FleetConfig, FleetError, HostConfig, check_state
 from esper.fleet.data import FleetData, TaskTensors, placed_inputs, rounded_inputs
 from esper.fleet.device import Reading, Repeater, on_gpu, upload
-from esper.fleet.hosts import Host, PendingCopies, RowBackend, RowBestStates, RowRecovery, RowSnapshots, fitted
+from esper.fleet.hosts import Host, PendingCopies, RowBackend, RowBestStates, RowRecovery, RowSnapshots, copy_rows, fitted
 from esper.fleet.measure import Samples, are_finite, contributions, losses_of, losses_without, mean_losses, probes_of
 from esper.fleet.memory import Memory, check_fits, explained, free_bytes, seed_bytes, state_bytes, step_bytes, width_bytes
 from esper.fleet.optimizers import SGD, AdamW
@@ -51,7 +52,7 @@ from esper.fleet.stacked.lowering import recomputed
 from esper.fleet.stacked_model import Arrangement, HostStorage, StackedModel
 from esper.fleet.train_segment import Plan, TrainSegment
 from esper.fleet.width import Formations, WidthKind
-from esper.growth.config import GrowthConfig
+from esper.growth.config import GrowthConfig, RentConfig
 from esper.growth.events import Probed
 from esper.growth.host.layout import Place
 from esper.growth.host.slotted import add_slots
@@ -236,6 +237,27 @@ class Fleet:
             self.rows[row] = self._new_host(row, setting)
             self.rows[row].recovery.take_snapshot()
         self._pending.carry_out(self._snapshots)
+
+    @torch.no_grad()
+    def copy(self, rows: Mapping[int, int]) -> None:
+        """Replace hosts by copies of others, to train both on in different ways: row -> the row that it becomes a copy of."""
+        self._check_rows((*rows, *rows.values()))
+        if not rows:
+            return
+        for row, source in rows.items():
+            host = self.rows[source]
+            self.data.copy(row, source)
+            self.rows[row] = self._new_host(row, host.setting)
+            self.rows[row].load_state_dict(deepcopy(host.state_dict()))
+        copy_rows(self.tensors(), rows)
+        for snapshots in (self._snapshots, self._best):
+            snapshots.copy(rows)
+
+    def set_rent(self, row: int, rent: RentConfig) -> None:
+        """Change the rent of a host from now on."""
+        host = self.rows[row]
+        host.setting = msgspec.structs.replace(host.setting, rent=rent)
+        host.host_growth.set_rent(rent)
 
     def _new_host(self, row: int, setting: HostConfig) -> Host:
         """Make the Python object of a new host. Its tensors are not touched."""

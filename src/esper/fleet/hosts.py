@@ -184,6 +184,12 @@ class RowSnapshots:
             live, copy = self.live(), self._copies[number]
             self._move({name: fitted(copy.get(name), tensor) for name, tensor in live.items()}, live, rows)
 
+    @torch.no_grad()
+    def copy(self, rows: Mapping[int, int]) -> None:
+        """Replace rows by copies of others in all snapshots: row -> the row that it becomes a copy of."""
+        for tensors in self._copies.values():
+            copy_rows(tensors, rows)
+
     @staticmethod
     @torch.no_grad()
     def _move(source: Mapping[str, Tensor], target: Mapping[str, Tensor], rows: list[int]) -> None:
@@ -199,6 +205,14 @@ class RowSnapshots:
         for number, copy in state.items():
             own = {name: tensor.to(live) for name, live in self.live().items() if (tensor := copy.get(name)) is not None}
             self._copies[int(number)] = {name: fitted(own.get(name), live).clone() for name, live in self.live().items()}
+
+
+def copy_rows(tensors: Mapping[str, Tensor], rows: Mapping[int, int]) -> None:
+    """Replace rows of all tensors [N, ...] by copies of others: row -> the row that it becomes a copy of."""
+    device = next(iter(tensors.values())).device
+    to, source = upload(list(rows), device), upload(list(rows.values()), device)
+    for tensor in tensors.values():
+        tensor.index_copy_(0, to, tensor.index_select(0, source))
 
 
 def fitted(tensor: Tensor | None, like: Tensor) -> Tensor:

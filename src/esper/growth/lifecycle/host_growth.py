@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from esper.growth.config import GrowthConfig, GrowthError
+from esper.growth.config import GrowthConfig, GrowthError, RentConfig
 from esper.growth.events import (
     ActionRefused,
     EpochEnded,
@@ -321,6 +321,10 @@ class HostGrowth(Generic[AnyBackend]):
     @property
     def is_over(self) -> bool:
         return self.epochs is not None and self.epoch >= self.epochs
+
+    def set_rent(self, rent: RentConfig) -> None:
+        """Change the rent from now on."""
+        self.config = self.lifecycles.config = msgspec.structs.replace(self.config, rent=rent)
 
     def is_stuck(self) -> bool:
         """Return whether the validation loss has not improved for `config.patience` epochs while no seed is living."""
