@@ -1,6 +1,7 @@
 """How fast the whole loop of training a controller is: training of hosts and twins, measurements, policy, bookkeeping and learning.
 
     python benchmarks/fleet_loop.py --device cuda --precision bfloat16
+    torchrun --nproc-per-node 2 benchmarks/fleet_loop.py --device cuda --precision bfloat16 --hosts 32
     python benchmarks/fleet_loop.py --device cuda --precision bfloat16 --task cifar10 --data-dir DIR
     python benchmarks/fleet_loop.py --shape 1x8x8 --width 2 --blocks 2 --hosts 4 --batch 8 --steps 2 --horizon 4 --samples 64
 
@@ -11,6 +12,9 @@ measured at every decision: the dearest that one seed can be. How many there wer
 
 One round to warm up, then `--rounds` that are timed without a break, then one that is timed part by part; that last one waits for the
 device whenever a part ends, so its seconds tell shares and no speed.
+
+Under torchrun every rank has `--hosts` hosts of its own, and all learn one policy. Ranks that share a GPU record and keep their books while
+the GPU computes for others. Speeds are those of all ranks together.
 
 The never-grow twins train too. `samples_per_s` counts all hosts, twins included; `decided_samples_per_s` those that the policy decides
 for, twins being what they cost, and it is the figure that is held against `--bar`. Without `--task` the data are noise of `--shape`.
@@ -38,6 +42,7 @@ from esper.fleet.fleet import Fleet
 from esper.fleet.kernels import compiled_kernels
 from esper.fleet.seed_groups import SeedStorage
 from esper.growth.config import BudgetConfig, GrowthConfig, LifecycleConfig
+from esper.parallel import ALONE, Group, joined
 from esper.rl import PPO
 from esper.rl.collector import Collector
 from esper.rng import Streams
@@ -127,17 +132,17 @@ def settings(options: argparse.Namespace, task: str) -> ControllerConfig:
     )
 
 
-def make_loop(config: ControllerConfig, load: Callable[[str], Task], device: torch.device) -> tuple[PPO, Watched]:
-    env = Watched(config, load, seed=0, device=device)
+def make_loop(config: ControllerConfig, load: Callable[[str], Task], device: torch.device, group: Group = ALONE) -> tuple[PPO, Watched]:
+    env = Watched(config, load, seed=group.rank, device=device)
     parts = make_parts(config.network, config.ppo.network, generator=Streams(0).torch("controller"))
-    return PPO(env, config.ppo, parts.encoder, actor=parts.actor, critic=parts.critic, device=device), env
+    return PPO(env, config.ppo, parts.encoder, actor=parts.actor, critic=parts.critic, device=device, group=group), env
 
 
 def one_round(ppo: PPO) -> None:
     ppo.update(ppo.collect())
 
 
-def measure(ppo: PPO, env: Watched, rounds: int, bar: float) -> Record:
+def measure(ppo: PPO, env: Watched, rounds: int, bar: float, group: Group = ALONE) -> Record:
     device = ppo.device
     memory = CudaMemory(device) if device.type == "cuda" else ResidentMemory()
     env.begin()
@@ -145,17 +150,21 @@ def measure(ppo: PPO, env: Watched, rounds: int, bar: float) -> Record:
     env.begin()
     before = compiles()
     memory.begin()
+    group.any(False)  # waits for all ranks
     start = now(device)
     for _ in range(rounds):
         one_round(ppo)
     seconds = now(device) - start
-    peak, decided = memory.peak(), env.decided_samples / seconds
+    peak = memory.peak()
+    seconds = max(group.gather_objects(seconds))
+    samples, decided = (sum(group.gather_objects(count)) / seconds for count in (env.samples, env.decided_samples))
     return {
-        "samples_per_s": env.samples / seconds,
+        "ranks": group.world_size,
+        "samples_per_s": samples,
         "decided_samples_per_s": decided,
         "ratio_to_bar": decided / bar,
         "bar": bar,
-        "decisions_per_s": rounds * ppo.steps_per_update / seconds,
+        "decisions_per_s": group.world_size * rounds * env.num_envs * ppo.config.num_steps / seconds,
         "living_seeds_per_host": fmean(env.living),
         "given_up": env.given_up,
         "seconds": seconds,
@@ -201,21 +210,26 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, help="also written to this file")
     options = parser.parse_args(arguments)
-    write = Output(options.output).write if options.output else lambda record: print(json.dumps(record), flush=True)
-    if not options.output:
-        write(metadata())
-    write(run(options, find_device(options.device)))
+    with joined(find_device(options.device)) as group:
+        found = run(options, group.place(find_device(options.device)), group)
+        if group.rank:
+            return
+    if options.output:
+        Output(options.output).write(found)
+    else:
+        for record in (metadata(), found):
+            print(json.dumps(record), flush=True)
 
 
-def run(options: argparse.Namespace, device: torch.device) -> Record:
+def run(options: argparse.Namespace, device: torch.device, group: Group = ALONE) -> Record:
     if options.task:
         task = load_task(options.task, data_dir=options.data_dir)
     else:
         shape = tuple(map(int, options.shape.split("x")))
         task = synthetic_task(shape, options.batch, train=options.samples, validation=options.validation)
     with threads(options.threads):
-        ppo, env = make_loop(settings(options, task.name), lambda name: task, device)
-        found = measure(ppo, env, options.rounds, options.bar)
+        ppo, env = make_loop(settings(options, task.name), lambda name: task, device, group)
+        found = measure(ppo, env, options.rounds, options.bar, group)
     return {
         **found,
         "hosts": options.hosts,
