@@ -1,26 +1,31 @@
 """Does it pay to look at the host? Random growth in many cells, controllers that learn from it, and their comparison in other cells.
 
-    python benchmarks/controller.py lives --cells 420 --seed 2 --plans 2 --folder DIR --device cuda --jobs 16
+    python benchmarks/controller.py lives --cells 700 --seed 2 --plans 2 --folder DIR --device cuda --jobs 16
     python benchmarks/controller.py fit --folder DIR --trainings 5
-    python benchmarks/controller.py train --folder DIR --trainings 5 --rounds 40 --device cuda
-    python benchmarks/controller.py compare --cells 48 --hosts 16 --memory 8 --folder DIR --device cuda --jobs 16
+    python benchmarks/controller.py train --folder DIR --trainings 5 --minutes 4 --device cuda --jobs 5
+    python benchmarks/controller.py train --folder DIR --trainings 5 --minutes 4 --device cuda --jobs 5 --core none
+    python benchmarks/controller.py compare --cells 48 --hosts 16 --memory 16 --folder DIR --device cuda --jobs 16
     python benchmarks/controller.py tables
 
 `lives` draws cells of data, host and training (see `esper.controller.cells`), without residual hosts and without digits-1d. In each cell it
 trains hosts that never grow, hosts that grow at random, and one for each constant plan, and writes a file for the cell into the folder.
-Cells that are there already are kept. results/controller_lives.tar.xz has a folder with 251 cells.
+Cells that are there already are kept. results/controller_lives.tar.xz has a folder with 405 cells: those that were made in 13 minutes of an
+H200, of the first 420 cells 251 by an earlier version, in which random plans moved at any time.
 
 `fit` fits value models to these files, with different seeds: value_1.safetensors and so on, in the folder. `train` trains a policy from
-each by PPO, on cells of the same kinds: training_1/controller.safetensors and so on.
+each by PPO, on cells of the same kinds: training_1/controller.safetensors and so on. Those of `--core none` have no memory:
+without_memory_1/controller.safetensors. The ten trainings shared one H200.
 
 `compare` compares the controllers in the folder with one another and with all other contestants and controls of `esper.controller.compare`,
 at three prices of rent, in other cells. These are in turn on digits-1d, of residual hosts, of longer trainings, and of the kinds that were
 trained on. Blind plans and rules are chosen on the cells in the folder. Cells that are in the output already are kept, so a comparison that
-was stopped goes on. Trainings of one kind, such as learned 1 to learned 5, are joined, with intervals over cells and trainings; random
-moves and controls at equal FLOPs follow the first of them. `tables` prints the tables of the cells that are there.
+was stopped goes on; the cheapest cells come first. Trainings of one kind, such as learned 1 to learned 5, are joined, with intervals over
+cells and trainings; random moves and controls at equal FLOPs follow the first of them. `tables` prints the tables of the cells that are
+there.
 
-These commands are the study: five trainings, and 48 cells with 16 hosts each, 12 of every group. Settings are chosen by cross-validation in
-the cells that are learned from, and in compared cells of other seeds (--seed 50); those of --seed 1 are for the results only.
+These commands are the study: five trainings, and 48 cells, 12 of every group, with 16 hosts each, or with 4 where the training of a host
+takes more than MOST_FLOPS. Settings are chosen by cross-validation in the cells that are learned from, and in compared cells of other seeds
+(--seed 50); those of --seed 1 are for the results only.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ import msgspec
 import numpy as np
 import torch
 
-from esper.controller.cells import draw_cell
+from esper.controller.cells import Cell, draw_cell
 from esper.controller.compare import (
     CompareSetting,
     Rule,
@@ -60,6 +65,7 @@ from esper.controller.plans import RandomPlan
 from esper.controller.training import train_controller
 from esper.controller.value import Recorder, Records, fit
 from esper.growth.controllers.baselines import Never
+from esper.growth.host.discover import discover
 from esper.tasks import load_task
 from growth_runs import run_all
 from records import RESULTS, Output, Record
@@ -72,6 +78,9 @@ COMPARED = {
     "longer": msgspec.structs.replace(TRAINED, horizon=(32, 48), samples_of_a_life=(150_000, 600_000), most_steps=6_400),
     "as trained on": TRAINED,
 }
+EVERYTHING = DomainConfig(sources=("digits", "teacher", "digits-1d", "teacher", "text"), horizon=(8, 32))  # for the shipped controller
+MOST_FLOPS, FEW_HOSTS = 1e11, 4  # cells with dearer hosts, which may grow to 64 times that, are compared with only so many of them
+TRAINING_NAMES = {"lstm": "training", "none": "without_memory"}  # of folders, by the core of the policy
 FIRST_SEED = {"lives": 20_000, "compare": 5_000}  # of the hosts; those of comparisons are below HELD_OUT_SEEDS
 load = cache(load_task)
 
@@ -79,9 +88,9 @@ load = cache(load_task)
 # Training data: random growth in many cells
 
 
-def live(number: int, *, folder: Path, device: str, seeds: int, plans: int, seed: int) -> list[Record]:
+def live(number: int, *, domain: DomainConfig, folder: Path, device: str, seeds: int, plans: int, seed: int) -> list[Record]:
     """Train the hosts of one cell, write what came of every move to a file, and return a record of the cell."""
-    began, cell = time.perf_counter(), draw_cell(TRAINED, number=number, seed=seed)
+    began, cell = time.perf_counter(), draw_cell(domain, number=number, seed=seed)
     task, first = cell.task(load), FIRST_SEED["lives"] + 1_000 * number
     constant_plans = recorded_plans()
     case = partial(make_case, cell, task)
@@ -147,14 +156,18 @@ def fit_values(folder: Path, trainings: int) -> None:
         save_controller(value_file(folder, training), found.model, {**about, **figures, "seed": training})
 
 
-def train_policy(training: int, *, folder: Path, rounds: int, hosts: int, device: str) -> list[Record]:
-    """Train a policy from a value model by PPO, and return a record of its training."""
+def train_policy(training: int, *, folder: Path, core: str, rounds: int, hosts: int, minutes: float, device: str) -> list[Record]:
+    """Train a policy from a value model by PPO, one cell after another, and return a record of its training."""
     began, start = time.perf_counter(), value_file(folder, training)
-    ppo = msgspec.structs.replace(ControllerConfig().ppo, seed=training)
+    ppo = ControllerConfig().ppo
+    network = msgspec.structs.replace(ppo.network, core=core)
+    # Short rollouts for more updates. The reward comes at the end, so nothing is gained by trusting the critic in between.
+    ppo = msgspec.structs.replace(ppo, seed=training, num_steps=16, gae_lambda=1.0, learning_rate=3e-4, network=network)
     settings = {"device": device, "threads": 1, "host_events": False, "start": str(start), "domain": TRAINED, "ppo": ppo}
-    config = ControllerConfig(hosts=hosts, rounds=rounds, **settings)  # type: ignore[arg-type]
-    result = train_controller(config, folder / f"training_{training}")
-    about = {"what": "training", "training": training, "rounds": rounds, "hosts": hosts, "decisions": result.step}
+    config = ControllerConfig(hosts=hosts, rounds=rounds, fleets=1, hosts_per_twin=16, checkpoint_every=1, **settings)  # type: ignore[arg-type]
+    target = folder / f"{TRAINING_NAMES[core]}_{training}"
+    result = train_controller(config, target, should_stop=lambda: time.perf_counter() - began > 60 * minutes)
+    about = {"what": "training", "training": training, "core": core, "hosts": hosts, "decisions": result.step}
     return [{**about, "mean_return": result.mean_return, "seconds": time.perf_counter() - began}]
 
 
@@ -162,19 +175,34 @@ def train_policy(training: int, *, folder: Path, rounds: int, hosts: int, device
 
 
 def controller_files(folder: Path) -> dict[str, Path]:
-    """Return the controllers in a folder by their names in the tables: learned 1, ..., value 1, ..."""
-    found = {f"learned {path.parent.name.split('_')[1]}": path for path in sorted(folder.glob("training_*/controller.safetensors"))}
-    return found | {f"value {path.stem.split('_')[1]}": path for path in sorted(folder.glob("value_*.safetensors"))}
+    """Return the controllers in a folder by their names in the tables: value 1, ..., learned 1, ..., without memory 1, ..."""
+    found = {f"value {path.stem.split('_')[1]}": path for path in sorted(folder.glob("value_*.safetensors"))}
+    for name, folders in (("learned", "training_*"), ("without memory", "without_memory_*")):
+        paths = sorted(folder.glob(f"{folders}/controller.safetensors"))
+        found |= {f"{name} {path.parent.name.rpartition('_')[2]}": path for path in paths}
+    return found
+
+
+def compared_cell(number: int, seed: int) -> tuple[str, Cell]:
+    """Return the group of a compared cell, and the cell."""
+    group = list(COMPARED)[number % len(COMPARED)]
+    # Every group has a seed of its own. With the same one, its cells would have the widths, batches and rates of those of other groups.
+    return group, draw_cell(COMPARED[group], number=number // len(COMPARED), seed=1_000 * (number % len(COMPARED)) + seed)
+
+
+def flops_of_a_life(cell: Cell) -> int:
+    """Return the FLOPs of training a host of a cell that does not grow."""
+    task = cell.task(load)
+    return 3 * cell.samples_of_a_life * discover(task.make_host(cell.host, seed=0), task.example_input).host.flops
 
 
 def compare(
     number: int, *, files: dict[str, Path], rules: dict[float, Rule], device: str, hosts: int, memory: int | None, seed: int, controls: int
 ) -> list[Record]:
     """Train the hosts of all contestants in one cell, and return a record of each."""
-    group = list(COMPARED)[number % len(COMPARED)]
-    # Every group has a seed of its own. With the same one, its cells would have the widths, batches and rates of those of other groups.
-    cell = draw_cell(COMPARED[group], number=number // len(COMPARED), seed=1_000 * (number % len(COMPARED)) + seed)
+    group, cell = compared_cell(number, seed)
     first = FIRST_SEED["compare"]
+    hosts = min(hosts, FEW_HOSTS) if flops_of_a_life(cell) > MOST_FLOPS else hosts
     loaded = {name: load_controller(path) for name, path in files.items()}
     setting = CompareSetting(
         PRICES, range(first, first + hosts), next(iter(files)), rules, controls, rows=1_024, memory=memory, device=device, seed=seed
@@ -200,8 +228,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cells", type=int, default=60)
     parser.add_argument("--hosts", type=int, default=2, help="hosts with other seeds in each cell")
     parser.add_argument("--plans", type=int, default=4, help="random plans for each of these hosts (lives)")
+    parser.add_argument("--everything", action="store_true", help="draw cells of all families and sources (lives)")
     parser.add_argument("--trainings", type=int, default=1, help="controllers, each with another seed (fit, train)")
-    parser.add_argument("--rounds", type=int, default=40, help="of a training (train)")
+    parser.add_argument("--rounds", type=int, default=40, help="of a training, at most (train)")
+    parser.add_argument("--minutes", type=float, default=60.0, help="after which a training ends with the round (train)")
+    parser.add_argument("--core", choices=list(TRAINING_NAMES), default="lstm", help="memory of the policy (train)")
     parser.add_argument("--hosts-at-once", type=int, default=64, help="of a training (train)")
     parser.add_argument("--memory", type=float, help="GB for the hosts that a process trains at once (compare)")
     parser.add_argument("--controls", type=int, default=4, help="hosts of a cell that have controls at equal FLOPs (compare)")
@@ -229,6 +260,7 @@ def run_lives(options: argparse.Namespace) -> None:
     output = Output(options.folder / "lives.jsonl", resume=True)
     have = {record["cell"] for record in output.earlier if record.get("what") == "lives"}
     shared = {"device": options.device, "seed": options.seed, "folder": options.folder, "seeds": options.hosts, "plans": options.plans}
+    shared["domain"] = EVERYTHING if options.everything else TRAINED
     jobs = [partial(live, number, **shared) for number in range(options.cells) if number not in have]
     run_all(jobs, processes=options.jobs, output=output)
 
@@ -242,6 +274,7 @@ def run_train(options: argparse.Namespace) -> None:
     if missing := [number for number in numbers if not value_file(options.folder, number).exists()]:
         raise SystemExit(f"there is no {value_file(options.folder, missing[0])} to start from; make it with the command fit")
     shared = {"folder": options.folder, "rounds": options.rounds, "hosts": options.hosts_at_once, "device": options.device}
+    shared |= {"core": options.core, "minutes": options.minutes}
     output = Output(options.folder / "trainings.jsonl", resume=True)
     run_all([partial(train_policy, number, **shared) for number in numbers], processes=options.jobs, output=output)
 
@@ -264,7 +297,9 @@ def run_compare(options: argparse.Namespace) -> None:
     shared |= {"seed": 10_000 + options.seed, "controls": options.controls}
     shared["memory"] = None if options.memory is None else int(options.memory * 1e9)
     have = {record["cell"] for record in output.earlier if record.get("what") == "cell"}
-    jobs = [partial(compare, number, **shared) for number in range(options.cells) if number not in have]
+    numbers = [number for number in range(options.cells) if number not in have]
+    numbers.sort(key=lambda number: flops_of_a_life(compared_cell(number, shared["seed"])[1]))
+    jobs = [partial(compare, number, **shared) for number in numbers]
     found = run_all(jobs, processes=options.jobs, output=output)
     output.append(show([*output.earlier, *found], chosen))
 

@@ -57,14 +57,14 @@ def test_a_model_is_fitted_to_lives_and_compared_in_other_cells(
     with pytest.raises(SystemExit, match="there is no controller in"):
         controller_benchmark.main(["compare", "--folder", str(folder), "--out", str(out)])
     controller_benchmark.main(["fit", "--folder", str(folder), "--trainings", "2"])
-    controller_benchmark.main(["train", "--folder", str(folder), "--rounds", "1", "--hosts-at-once", "4", "--jobs", "1"])
+    controller_benchmark.main(["train", "--folder", str(folder), "--rounds", "1", "--hosts-at-once", "4", "--jobs", "1", "--core", "none"])
     of_compare = ["compare", "--folder", str(folder), "--hosts", "2", "--jobs", "1", "--out", str(out), "--controls", "0"]
     controller_benchmark.main([*of_compare, "--cells", "1"])
     controller_benchmark.main([*of_compare, "--cells", "2"])
     hosts, summary = [line for line in lines(out) if line.get("what") == "host"], lines(out)[-1]
     assert len(hosts) == 2 * 2 * (len(CONSTANT_PLANS) + 1 + 6), "the first cell is not trained again"
     assert all(line["gain"] == 0 for line in hosts if line["contestant"] == "never")
-    names = ("learned 1", "never", "early", "random", "blind", "tuned", "rule", "heuristic", "value")
+    names = ("value", "never", "early", "random", "blind", "tuned", "rule", "heuristic", "without memory 1")
     assert [(row["price"], row["contestant"]) for row in summary["rows"]] == [(0.1, name) for name in names]  # type: ignore[attr-defined]
     capsys.readouterr()
     controller_benchmark.main(["tables", "--out", str(out)])
@@ -72,7 +72,7 @@ def test_a_model_is_fitted_to_lives_and_compared_in_other_cells(
     for part in (
         "all cells (2), price 0.1",
         "value (2 trainings)",
-        "have the moves and FLOPs of learned 1 alone",
+        "have the moves and FLOPs of value 1 alone",
         "every training of value alone",
     ):
         assert part in text
