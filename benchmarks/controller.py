@@ -1,6 +1,6 @@
 """Does it pay to look at the host? Random growth in many cells, controllers that learn from it, and their comparison in other cells.
 
-    python benchmarks/controller.py lives --cells 700 --seed 2 --plans 2 --folder DIR --device cuda --jobs 16
+    python benchmarks/controller.py lives --cells 900 --seed 2 --variants 4 --folder DIR --device cuda --jobs 16
     python benchmarks/controller.py fit --folder DIR --trainings 5
     python benchmarks/controller.py train --folder DIR --trainings 5 --minutes 4 --device cuda --jobs 5
     python benchmarks/controller.py train --folder DIR --trainings 5 --minutes 4 --device cuda --jobs 5 --core none
@@ -42,7 +42,7 @@ import msgspec
 import numpy as np
 import torch
 
-from esper.controller.cells import Cell, draw_cell
+from esper.controller.cells import Cell, draw_cell, draw_variant
 from esper.controller.compare import (
     CompareSetting,
     Rule,
@@ -61,12 +61,13 @@ from esper.controller.compare_tables import tables
 from esper.controller.config import CompareConfig, ControllerConfig, DomainConfig
 from esper.controller.evaluation import EvalCase, run_cases
 from esper.controller.learned import load_controller, save_controller
-from esper.controller.plans import RandomPlan
+from esper.controller.plans import CONSTANT_PLANS, ConstantPlan, RandomPlan
 from esper.controller.training import train_controller
 from esper.controller.value import Recorder, Records, fit
 from esper.growth.controllers.baselines import Never
 from esper.growth.host.discover import discover
-from esper.tasks import load_task
+from esper.rng import Streams
+from esper.tasks import Task, load_task
 from growth_runs import run_all
 from records import RESULTS, Output, Record
 
@@ -88,35 +89,48 @@ load = cache(load_task)
 # Training data: random growth in many cells
 
 
-def live(number: int, *, domain: DomainConfig, folder: Path, device: str, seeds: int, plans: int, seed: int) -> list[Record]:
-    """Train the hosts of one cell, write what came of every move to a file, and return a record of the cell."""
+def live(number: int, *, domain: DomainConfig, folder: Path, device: str, variants: int, seeds: int, plans: int, seed: int) -> list[Record]:
+    """Train the hosts of one cell and of its variants, write what came of every move to a file, and return a record of each variant."""
     began, cell = time.perf_counter(), draw_cell(domain, number=number, seed=seed)
-    task, first = cell.task(load), FIRST_SEED["lives"] + 1_000 * number
-    constant_plans = recorded_plans()
-    case = partial(make_case, cell, task)
-    cases: list[EvalCase] = [case(plan.name, first, None, plan) for plan in constant_plans]
-    recorders = [plan.record for plan in constant_plans]
-    for host_seed in range(first, first + seeds):
-        if host_seed != first:
-            cases.append(case("never", host_seed, None, Never()))
-            recorders.append(Recorder())
-        for plan in range(plans):
-            recorders.append(Recorder())
-            cases.append(case("random", host_seed, None, RandomPlan(100 * host_seed + plan, recorders[-1])))
+    task, rng = cell.task(load), Streams(seed).numpy(f"variants of cell {number}")
+    cells = [cell, *(draw_variant(cell, domain, rng) for _ in range(variants - 1))]
+    first = FIRST_SEED["lives"] + 1_000 * number
+    planned = [
+        lives_of(variant, task, range(first + 100 * place, first + 100 * place + seeds), plans) for place, variant in enumerate(cells)
+    ]
+    cases = [case for lives in planned for case, _ in lives]
     runs = run_cases(eval_setting(cell, task, device=torch.device(device), rows=len(cases)), cases)
-    records = Records()
-    found = gains(runs, "val")  # nothing that is learned may depend on the test part
-    for run, gain, recorder in zip(runs, found, recorders, strict=True):
-        if run.controller != "never":
-            assert isinstance(recorder, Recorder)
-            records.add(recorder, cell=number, gain=gain, end_size=size(run))
+    records, about, at = Records(), list[Record](), 0
+    for variant, lives in zip(cells, planned, strict=True):
+        some, at = runs[at : at + len(lives)], at + len(lives)
+        found = gains(some, "val")  # nothing that is learned may depend on the test part
+        for run, gain, (_, recorder) in zip(some, found, lives, strict=True):
+            if run.controller != "never":
+                records.add(recorder, cell=number, gain=gain, end_size=size(run))
+        of_plans = [case.controller for case, _ in lives[: len(CONSTANT_PLANS)]]
+        results = plan_results(some[: len(CONSTANT_PLANS)], [plan for plan in of_plans if isinstance(plan, ConstantPlan)])
+        shown = {"what": "lives", "cell": number, "seed": seed, **msgspec.to_builtins(variant)}
+        about.append({**shown, "hosts": len(some), "mean_gain": fmean(found), **results})
     columns: dict[str, Any] = {name: np.array(values) for name, values in vars(records).items()}
     np.savez(folder / f"cell_{number}.npz", **columns)
-    about = {"what": "lives", "cell": number, "seed": seed, **msgspec.to_builtins(cell)}
-    results = plan_results(runs[: len(constant_plans)], constant_plans)
     if device == "cuda":
         torch.cuda.empty_cache()  # for the processes beside this one
-    return [{**about, "hosts": len(runs), "seconds": time.perf_counter() - began, "mean_gain": fmean(found), **results}]
+    return [{**one, "seconds": (time.perf_counter() - began) / len(about)} for one in about]
+
+
+def lives_of(cell: Cell, task: Task, host_seeds: Sequence[int], plans: int) -> list[tuple[EvalCase, Recorder]]:
+    """Return the hosts of a cell to learn from, each with the recorder of its moves: the first under every constant plan, all at random."""
+    case, found = partial(make_case, cell, task), list[tuple[EvalCase, Recorder]]()
+    for plan in recorded_plans():
+        assert isinstance(plan.record, Recorder)
+        found.append((case(plan.name, host_seeds[0], None, plan), plan.record))
+    for seed in host_seeds:
+        if seed != host_seeds[0]:
+            found.append((case("never", seed, None, Never()), Recorder()))
+        for number in range(plans):
+            recorder = Recorder()
+            found.append((case("random", seed, None, RandomPlan(100 * seed + number, recorder)), recorder))
+    return found
 
 
 def read_records(folder: Path) -> Records:
@@ -148,11 +162,11 @@ def fit_values(folder: Path, trainings: int) -> None:
     moves, lives = read_records(folder), read_lives(folder)
     # The plans are kept in the file for the prices of `esper controller compare`, which cannot choose them without training cells.
     blind = {f"{price:g}": name for price, name in blind_plans(lives, CompareConfig().prices).items()}
-    about = {"cells": len(lives), "moves": len(moves), "domain": msgspec.to_builtins(TRAINED), "blind": blind}
+    about = {"cells": len(set(moves.cells)), "moves": len(moves), "domain": msgspec.to_builtins(TRAINED), "blind": blind}
     for training in range(1, trainings + 1):
         found = fit(moves, seed=training)
         figures = {"r2_in_unseen_cells": found.r2, "calibration": float(found.model.calibration)}
-        print(f"value {training}: {len(lives)} cells, {len(moves)} moves; in cells that members have not seen, R² {found.r2:.2f}")
+        print(f"value {training}: {about['cells']} cells, {len(moves)} moves; in cells that members have not seen, R² {found.r2:.2f}")
         save_controller(value_file(folder, training), found.model, {**about, **figures, "seed": training})
 
 
@@ -208,7 +222,11 @@ def compare(
         PRICES, range(first, first + hosts), next(iter(files)), rules, controls, rows=1_024, memory=memory, device=device, seed=seed
     )
     controllers = {name: partial(new_copy, controller) for name, controller in loaded.items()}
-    return compare_cell(setting, cell, load, controllers, number=number, group=group)
+    try:
+        return compare_cell(setting, cell, load, controllers, number=number, group=group)
+    finally:
+        if device == "cuda":
+            torch.cuda.empty_cache()  # for the processes beside this one
 
 
 def show(records: Sequence[Record], chosen: Record) -> Record:
@@ -226,8 +244,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("command", choices=["lives", "fit", "train", "compare", "tables"])
     parser.add_argument("--folder", type=Path, help="folder for the files of the cells that are learned from, and for the controllers")
     parser.add_argument("--cells", type=int, default=60)
-    parser.add_argument("--hosts", type=int, default=2, help="hosts with other seeds in each cell")
-    parser.add_argument("--plans", type=int, default=4, help="random plans for each of these hosts (lives)")
+    parser.add_argument("--variants", type=int, default=1, help="of each cell, with other samples and learning rates (lives)")
+    parser.add_argument("--hosts", type=int, default=2, help="hosts with other seeds in each cell or variant")
+    parser.add_argument("--plans", type=int, default=2, help="random plans for each of these hosts (lives)")
     parser.add_argument("--everything", action="store_true", help="draw cells of all families and sources (lives)")
     parser.add_argument("--trainings", type=int, default=1, help="controllers, each with another seed (fit, train)")
     parser.add_argument("--rounds", type=int, default=40, help="of a training, at most (train)")
@@ -260,7 +279,7 @@ def run_lives(options: argparse.Namespace) -> None:
     output = Output(options.folder / "lives.jsonl", resume=True)
     have = {record["cell"] for record in output.earlier if record.get("what") == "lives"}
     shared = {"device": options.device, "seed": options.seed, "folder": options.folder, "seeds": options.hosts, "plans": options.plans}
-    shared["domain"] = EVERYTHING if options.everything else TRAINED
+    shared |= {"domain": EVERYTHING if options.everything else TRAINED, "variants": options.variants}
     jobs = [partial(live, number, **shared) for number in range(options.cells) if number not in have]
     run_all(jobs, processes=options.jobs, output=output)
 

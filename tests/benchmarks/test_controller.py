@@ -41,7 +41,7 @@ def test_a_model_is_fitted_to_lives_and_compared_in_other_cells(
     monkeypatch.setattr(controller_benchmark, "COMPARED", {"as trained on": QUICK})
     monkeypatch.setattr(controller_benchmark, "PRICES", (0.1,))
     folder, out = tmp_path / "lives", tmp_path / "out.jsonl"
-    of_lives = ["lives", "--folder", str(folder), "--hosts", "1", "--plans", "2", "--jobs", "1"]
+    of_lives = ["lives", "--folder", str(folder), "--variants", "2", "--hosts", "1", "--plans", "2", "--jobs", "1"]
     controller_benchmark.main([*of_lives, "--cells", "1"])
     first = (folder / "cell_0.npz").stat().st_mtime_ns
     controller_benchmark.main([*of_lives, "--cells", "2"])
@@ -50,7 +50,9 @@ def test_a_model_is_fitted_to_lives_and_compared_in_other_cells(
     assert set(records.cells) == {0, 1}
     assert np.stack(records.features).shape == (len(records), len(FEATURES))
     lives = [line for line in lines(folder / "lives.jsonl") if line.get("what") == "lives"]
-    assert [set(line["constant"]) for line in lives] == [{plan.name for plan in CONSTANT_PLANS}] * 2  # type: ignore[call-overload]
+    assert [set(line["constant"]) for line in lives] == [{plan.name for plan in CONSTANT_PLANS}] * 4  # type: ignore[call-overload]
+    assert [line["cell"] for line in lives] == [0, 0, 1, 1]
+    assert len({line["learning_rate"] for line in lives}) == 4
     assert all(len(line["first"]) == len(MOVES) for line in lives)  # type: ignore[arg-type]
     with pytest.raises(SystemExit, match=r"there is no .*value_1.* to start from; make it with the command fit"):
         controller_benchmark.main(["train", "--folder", str(folder)])

@@ -75,21 +75,24 @@ def test_hosts_that_share_a_twin_differ_only_in_rent_and_growth_seed() -> None:
     for fleet in drawn(msgspec.structs.replace(CONFIG, hosts_per_twin=3), rounds=5):
         for start in range(0, len(fleet.hosts), 3):
             group = fleet.hosts[start : start + 3]
-            assert len({host.seed for host in group}) == 1
+            assert len({host.seed for host in group}) == len({host.cell for host in group}) == 1
             assert len({host.growth_seed for host in group}) == len({host.rent for host in group}) == len(group)
     found = [host.seed for host in hosts_of(drawn(msgspec.structs.replace(CONFIG, hosts_per_twin=1)))]
     assert len(set(found)) == len(found), "no two groups of a run share a seed"
 
 
-def test_the_settings_of_the_hosts_are_those_of_the_cell() -> None:
-    for fleet in drawn(rounds=4):
+def test_the_settings_of_the_hosts_are_those_of_variants_of_the_cell() -> None:
+    for fleet in drawn(msgspec.structs.replace(CONFIG, hosts_per_twin=2), rounds=4):
         configs = fleet.host_configs(samples=1_000)
         assert [(host.seed, host.growth_seed, host.rent) for host in configs] == [
             (host.seed, host.growth_seed, host.rent) for host in fleet.hosts
         ]
         assert {host.horizon for host in configs} == {fleet.cell.horizon}
-        assert {host.learning_rate for host in configs} == {fleet.cell.learning_rate}
-        assert {host.data_share for host in configs} == {min((fleet.cell.samples or math.inf) / 1_000, 1.0)}
+        assert [host.learning_rate for host in configs] == [host.cell.learning_rate for host in fleet.hosts]
+        assert [host.data_share for host in configs] == [min((host.cell.samples or math.inf) / 1_000, 1.0) for host in fleet.hosts]
+        assert len({host.learning_rate for host in configs}) == len({host.cell for host in fleet.hosts}) == 2
+        common = {msgspec.structs.replace(host.cell, samples=None, learning_rate=1.0) for host in fleet.hosts}
+        assert common == {msgspec.structs.replace(fleet.cell, samples=None, learning_rate=1.0)}
 
 
 @settings(max_examples=30)

@@ -270,8 +270,9 @@ def test_events_of_all_hosts_have_their_numbers() -> None:
     assert len(germinated) == sum(end.grown for end in ended) > 0
     assert set(germinated) <= set(range(CONFIG.hosts))
     assert len({number // 3 for number in germinated}) == 2  # of both fleets, which have three hosts each
-    fossilized = sum(event.stage == "FOSSILIZED" for event in told)
-    assert fossilized == sum(end.kept for end in ended)
+    stages = [event.stage for event in told]
+    # Seeds that were kept after the best state of their host are pruned in the end.
+    assert sum(end.kept for end in ended) == len(germinated) - stages.count("PRUNED") <= stages.count("FOSSILIZED")
     for blueprint in {event.blueprint for event in told}:
         counts = [end.blueprints[blueprint] for end in ended if blueprint in end.blueprints]
         of_it = [event.stage for event in told if event.blueprint == blueprint]

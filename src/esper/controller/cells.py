@@ -4,8 +4,8 @@
     task = cell.task(load_task)                  # its classes and label noise
     settings = [cell.host_config(seed, len(task.train), rent=RentConfig()) for seed in range(16)]
 
-All hosts of a cell can be rows of one fleet. They differ in their first weights, in the samples they see and in the order of these. A name
-that is left out of a `DomainConfig` is held out: its cells are never drawn.
+All hosts of a cell can be rows of one fleet. They differ in their first weights, in the samples they see and in the order of these. So can
+the hosts of its variants (`draw_variant`). A name that is left out of a `DomainConfig` is held out: its cells are never drawn.
 """
 
 from __future__ import annotations
@@ -120,13 +120,24 @@ def draw_cell(domain: DomainConfig, *, number: int, seed: int) -> Cell:
         teacher=TEACHERS[rng.integers(len(TEACHERS))],
         data_seed=int(rng.integers(2**31)),
         optimizer=optimizer,
-        learning_rate=float(f"{_draw(rng, *LEARNING_RATES[optimizer]):.3g}"),
+        learning_rate=_draw_learning_rate(rng, optimizer),
         schedule=domain.schedules[rng.integers(len(domain.schedules))],
         batch_size=batch,
         steps_per_decision=max(steps // horizon, 1),
         horizon=horizon,
     )
     return cell if source == "teacher" else msgspec.structs.replace(cell, teacher=TEACHER)
+
+
+def draw_variant(cell: Cell, domain: DomainConfig, rng: np.random.Generator) -> Cell:
+    """Draw the number of samples and the learning rate of a cell anew. Everything that all hosts of a fleet have in common stays."""
+    return msgspec.structs.replace(
+        cell, samples=_draw_integer(rng, *domain.samples), learning_rate=_draw_learning_rate(rng, cell.optimizer)
+    )
+
+
+def _draw_learning_rate(rng: np.random.Generator, optimizer: Optimizer) -> float:
+    return float(f"{_draw(rng, *LEARNING_RATES[optimizer]):.3g}")
 
 
 def _draw(rng: np.random.Generator, low: float, high: float) -> float:
