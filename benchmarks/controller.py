@@ -4,17 +4,17 @@
     python benchmarks/controller.py fit --folder DIR --trainings 5
     python benchmarks/controller.py train --folder DIR --trainings 5 --minutes 4 --device cuda --jobs 5
     python benchmarks/controller.py train --folder DIR --trainings 5 --minutes 4 --device cuda --jobs 5 --core none
-    python benchmarks/controller.py compare --cells 48 --hosts 16 --memory 16 --folder DIR --device cuda --jobs 16
+    python benchmarks/controller.py compare --cells 48 --hosts 16 --memory 10 --seed 4 --folder DIR --device cuda --jobs 8
     python benchmarks/controller.py tables
 
 `lives` draws cells of data, host and training (see `esper.controller.cells`), without residual hosts and without digits-1d. In each cell it
 trains hosts that never grow, hosts that grow at random, and one for each constant plan, and writes a file for the cell into the folder.
-Cells that are there already are kept. results/controller_lives.tar.xz has a folder with 405 cells: those that were made in 13 minutes of an
-H200, of the first 420 cells 251 by an earlier version, in which random plans moved at any time.
+Cells that are there already are kept. results/controller_lives.tar.xz has 405 cells, made in 13 minutes of an H200 without variants, 251 of
+them by an earlier version, in which random plans moved at any time; and 40 of `lives --everything --seed 3`, which are of all kinds.
 
-`fit` fits value models to these files, with different seeds: value_1.safetensors and so on, in the folder. `train` trains a policy from
-each by PPO, on cells of the same kinds: training_1/controller.safetensors and so on. Those of `--core none` have no memory:
-without_memory_1/controller.safetensors. The ten trainings shared one H200.
+`fit` fits value models to these files, with different seeds: value_1.safetensors and so on, in the folder. The shipped controller is the
+first one of `fit --folder DIR --more OTHER`, where OTHER has cells of all kinds. `train` trains a policy from each by PPO, on cells of the
+same kinds: training_1/controller.safetensors and so on. Those of `--core none` have no memory: without_memory_1/controller.safetensors.
 
 `compare` compares the controllers in the folder with one another and with all other contestants and controls of `esper.controller.compare`,
 at three prices of rent, in other cells. These are in turn on digits-1d, of residual hosts, of longer trainings, and of the kinds that were
@@ -25,7 +25,8 @@ there.
 
 These commands are the study: five trainings, and 48 cells, 12 of every group, with 16 hosts each, or with 4 where the training of a host
 takes more than MOST_FLOPS. Settings are chosen by cross-validation in the cells that are learned from, and in compared cells of other seeds
-(--seed 50); those of --seed 1 are for the results only.
+(--seed 50). A first comparison had 30 cells of --seed 1 (results/controller.jsonl.xz, results/controller_tables.txt), so a controller that
+is trained anew is compared in those of --seed 4, which are for its results only.
 """
 
 from __future__ import annotations
@@ -133,15 +134,20 @@ def lives_of(cell: Cell, task: Task, host_seeds: Sequence[int], plans: int) -> l
     return found
 
 
-def read_records(folder: Path) -> Records:
-    """Return the moves of all cells in a folder."""
-    records = Records()
-    for path in sorted(folder.glob("cell_*.npz")):
-        with np.load(path) as found:
-            for name, values in vars(records).items():
-                values += list(found[name]) if name == "features" else found[name].tolist()
-    if not len(records):
-        raise SystemExit(f"there are no cells in {folder}; make some with the command lives")
+def read_records(*folders: Path) -> Records:
+    """Return the moves of all cells in these folders."""
+    records, cells = Records(), list[int]()
+    for folder in folders:
+        paths = sorted(folder.glob("cell_*.npz"))
+        if not paths:
+            raise SystemExit(f"there are no cells in {folder}; make some with the command lives")
+        for path in paths:
+            with np.load(path) as found:
+                for name, values in vars(records).items():
+                    values += list(found[name]) if name == "features" else found[name].tolist()
+            first = len(cells)
+            cells += [first] * (len(records) - first)  # one number for each file; those in the files are used again in other folders
+    records.cells = cells
     return records
 
 
@@ -157,12 +163,20 @@ def value_file(folder: Path, training: int) -> Path:
     return folder / f"value_{training}.safetensors"
 
 
-def fit_values(folder: Path, trainings: int) -> None:
-    """Fit value models with different seeds, and write them into the folder."""
-    moves, lives = read_records(folder), read_lives(folder)
+def fit_values(folder: Path, more: Sequence[Path], trainings: int) -> None:
+    """Fit value models with different seeds to the cells in all folders, and write them into the first one.
+
+    The cells in further folders must be those of `lives --everything`.
+    """
+    moves, lives = read_records(folder, *more), [record for one in (folder, *more) for record in read_lives(one)]
     # The plans are kept in the file for the prices of `esper controller compare`, which cannot choose them without training cells.
     blind = {f"{price:g}": name for price, name in blind_plans(lives, CompareConfig().prices).items()}
-    about = {"cells": len(set(moves.cells)), "moves": len(moves), "domain": msgspec.to_builtins(TRAINED), "blind": blind}
+    about = {
+        "cells": len(set(moves.cells)),
+        "moves": len(moves),
+        "domain": msgspec.to_builtins(EVERYTHING if more else TRAINED),
+        "blind": blind,
+    }
     for training in range(1, trainings + 1):
         found = fit(moves, seed=training)
         figures = {"r2_in_unseen_cells": found.r2, "calibration": float(found.model.calibration)}
@@ -243,6 +257,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["lives", "fit", "train", "compare", "tables"])
     parser.add_argument("--folder", type=Path, help="folder for the files of the cells that are learned from, and for the controllers")
+    parser.add_argument("--more", type=Path, nargs="*", default=[], help="further folders, with cells of lives --everything (fit)")
     parser.add_argument("--cells", type=int, default=60)
     parser.add_argument("--variants", type=int, default=1, help="of each cell, with other samples and learning rates (lives)")
     parser.add_argument("--hosts", type=int, default=2, help="hosts with other seeds in each cell or variant")
@@ -285,7 +300,7 @@ def run_lives(options: argparse.Namespace) -> None:
 
 
 def run_fit(options: argparse.Namespace) -> None:
-    fit_values(options.folder, options.trainings)
+    fit_values(options.folder, options.more, options.trainings)
 
 
 def run_train(options: argparse.Namespace) -> None:

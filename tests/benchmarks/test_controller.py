@@ -47,7 +47,7 @@ def test_a_model_is_fitted_to_lives_and_compared_in_other_cells(
     controller_benchmark.main([*of_lives, "--cells", "2"])
     assert (folder / "cell_0.npz").stat().st_mtime_ns == first, "cells that are there are kept"
     records = controller_benchmark.read_records(folder)
-    assert set(records.cells) == {0, 1}
+    assert len(set(records.cells)) == 2
     assert np.stack(records.features).shape == (len(records), len(FEATURES))
     lives = [line for line in lines(folder / "lives.jsonl") if line.get("what") == "lives"]
     assert [set(line["constant"]) for line in lives] == [{plan.name for plan in CONSTANT_PLANS}] * 4  # type: ignore[call-overload]
