@@ -262,6 +262,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--variants", type=int, default=1, help="of each cell, with other samples and learning rates (lives)")
     parser.add_argument("--hosts", type=int, default=2, help="hosts with other seeds in each cell or variant")
     parser.add_argument("--plans", type=int, default=2, help="random plans for each of these hosts (lives)")
+    parser.add_argument("--most-flops", type=float, help="leave out cells in which the training of a host takes more (lives)")
     parser.add_argument("--everything", action="store_true", help="draw cells of all families and sources (lives)")
     parser.add_argument("--trainings", type=int, default=1, help="controllers, each with another seed (fit, train)")
     parser.add_argument("--rounds", type=int, default=40, help="of a training, at most (train)")
@@ -293,10 +294,13 @@ def main(arguments: list[str] | None = None) -> None:
 def run_lives(options: argparse.Namespace) -> None:
     output = Output(options.folder / "lives.jsonl", resume=True)
     have = {record["cell"] for record in output.earlier if record.get("what") == "lives"}
-    shared = {"device": options.device, "seed": options.seed, "folder": options.folder, "seeds": options.hosts, "plans": options.plans}
+    shared: dict[str, Any] = {"device": options.device, "seed": options.seed, "folder": options.folder}
+    shared |= {"seeds": options.hosts, "plans": options.plans}
     shared |= {"domain": EVERYTHING if options.everything else TRAINED, "variants": options.variants}
-    jobs = [partial(live, number, **shared) for number in range(options.cells) if number not in have]
-    run_all(jobs, processes=options.jobs, output=output)
+    cells = {number: draw_cell(shared["domain"], number=number, seed=options.seed) for number in range(options.cells) if number not in have}
+    if options.most_flops is not None:
+        cells = {number: cell for number, cell in cells.items() if flops_of_a_life(cell) <= options.most_flops}
+    run_all([partial(live, number, **shared) for number in cells], processes=options.jobs, output=output)
 
 
 def run_fit(options: argparse.Namespace) -> None:

@@ -263,7 +263,7 @@ def test_hosts_that_do_not_fit_into_the_memory_are_trained_one_after_another(mon
     at_once = run_cases(together, cases)
     assert [fleet.hosts for fleet in made] == [3]
     made.clear()
-    monkeypatch.setattr(Fleet, "memory_per_host", lambda self: Memory(state=10, step=20, seeds=35))  # 100 bytes with two seeds in a place
+    monkeypatch.setattr(Fleet, "memory_per_host", lambda self: Memory(state=10, step=20, seeds=70))  # 100 bytes
     in_turn = run_cases(replace(together, memory=299), cases)
     assert [fleet.hosts for fleet in made] == [1, 2, 1], "the first one is asked for the memory of a host"
     assert [one.val_loss for one in in_turn] == pytest.approx([one.val_loss for one in at_once], rel=1e-4)

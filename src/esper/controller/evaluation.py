@@ -104,12 +104,13 @@ def _fleet(eval_setting: EvalSetting, hosts: int) -> Fleet:
 
 
 def _rows_that_fit(eval_setting: EvalSetting) -> int:
-    """Return how many hosts can train at once. A host is counted with as many of the largest seeds as its places may hold, or with two."""
+    """Return how many cases can train at once. Each is counted as a host of its own with the largest seed in every slot.
+
+    A few hosts may grow twice as much, but many cases share a host.
+    """
     if eval_setting.memory is None:
         return eval_setting.rows
-    memory = _fleet(eval_setting, hosts=1).memory_per_host()
-    each = memory.least + memory.seeds * (eval_setting.growth.budget.max_seeds_per_place or 2)
-    return min(max(eval_setting.memory // each, 1), eval_setting.rows)
+    return min(max(eval_setting.memory // _fleet(eval_setting, hosts=1).memory_per_host().most, 1), eval_setting.rows)
 
 
 def _run_in_one_fleet(eval_setting: EvalSetting, cases: Sequence[EvalCase], on_progress: Callable[[int], Any]) -> list[EvalRun]:
