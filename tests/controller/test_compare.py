@@ -205,7 +205,7 @@ def test_controls_have_the_flops_of_the_compared_run() -> None:
             for name in ("longer", "final"):
                 control = of(name, price)[number]
                 assert abs(control["flops"] - ours["flops"]) < control["flops"] / control["decisions"], name
-            assert CELL.horizon <= of("longer", price)[number]["decisions"] <= 2 * CELL.horizon + 1
+            assert of("longer", price)[number]["decisions"] > CELL.horizon
             assert of("final", price)[number]["size"] == ours["size"] > 0
             grid = [of(f"grid {factor}", price)[number] for factor in (1, 2, 4)]
             assert 0.4 * ours["flops"] < sum(one["flops"] for one in grid) <= ours["flops"]

@@ -11,7 +11,7 @@
 
 Controls have the FLOPs that the compared contestant used for a host, including its measurements and probes:
 
-    longer       the host without growth, trained longer
+    longer       the host without growth; it makes more decisions, with as many training steps between them
     final        the final network of the compared contestant, present from the start
     grid         static hosts of 1, 2, 4 and 8 times the width, each with a quarter of the FLOPs; the best by validation loss and price
 
@@ -347,24 +347,21 @@ class StaticCase:
     case: EvalCase
 
 
-def _segment_steps(steps: float, decisions: int) -> int:
-    """Return the number of steps between two decisions, a power of 2, with which a training has `decisions` to 2 × `decisions` of them.
+def _segment_steps(steps: float, cell: Cell) -> int:
+    """Return the number of steps between two decisions in a training of that many steps: at most as many as in the cell.
 
-    So hosts whose trainings differ in length mostly share a fleet, and none is validated much more often than the host of the cell.
+    A control that is validated less often misses its best state, if that comes early. Shorter trainings have as many decisions as the cell,
+    or up to twice as many; with a power of 2, so that hosts whose trainings differ in length share a fleet.
     """
-    return 1 << max(math.floor(math.log2(max(steps, 1) / decisions)), 0)
+    return min(1 << max(math.floor(math.log2(max(steps, 1) / cell.horizon)), 0), cell.steps_per_decision)
 
 
 def _longer(ours: Iterable[EvalRun], never: Mapping[int, EvalRun], case: Callable[..., EvalCase], cell: Cell) -> Iterator[StaticCase]:
     """Yield for every run its host without growth, trained for as many FLOPs, those of validation included."""
     for run in ours:
-        twin = never[run.seed]
-        training = 3 * run.flops_per_sample * cell.samples_per_decision  # FLOPs up to a decision
-        validation = twin.total_flops / twin.horizon - training
-        times = _segment_steps(run.total_flops / twin.total_flops, 1)
-        decisions = math.ceil(run.total_flops / (times * training + validation))
+        decisions = math.ceil(run.total_flops * never[run.seed].horizon / never[run.seed].total_flops)
         one = _with_horizon(case("longer", run.seed, run.price, Never()), decisions)
-        yield StaticCase(cell.host, times * cell.steps_per_decision, one)
+        yield StaticCase(cell.host, cell.steps_per_decision, one)
 
 
 def _final(run: EvalRun, never: EvalRun, case: Callable[..., EvalCase]) -> EvalCase:
@@ -396,7 +393,7 @@ def _grid(ours: Iterable[EvalRun], case: Callable[..., EvalCase], cell: Cell, ta
         cost = discover(task.make_host(name, seed=0), task.example_input).host
         for run in ours:
             steps = run.total_flops / len(WIDTHS) / (3 * cost.flops * cell.batch_size)
-            between = _segment_steps(steps, cell.horizon)
+            between = _segment_steps(steps, cell)
             if decisions := int(steps / between):
                 one = _with_horizon(case(f"grid {factor}", run.seed, run.price, Never()), decisions)
                 yield StaticCase(name, between, replace(one, is_measured=False))
