@@ -111,7 +111,7 @@ class DomainConfig(Config):
 class MoveNetworkConfig(Config):
     """Policy over moves: a value model, and a recurrent core that corrects its values."""
 
-    members: PositiveInt = 8  # of the ensemble of the value model
+    members: PositiveInt = 16  # of the ensemble of the value model
     width: Width = 64  # of its layers
     summary_width: Width = 64  # width of the input of the core, a summary of the host and the values of the moves
     caution: NonNegativeFloat = 0.15  # standard errors that are subtracted from the lead of a move over growing nothing more

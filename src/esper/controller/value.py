@@ -33,7 +33,7 @@ from esper.controller.plans import NOTHING, Move
 from esper.growth.lifecycle.stages import Decision, GrowthState
 from esper.rng import Streams
 
-MEMBERS, WIDTH = 8, 64
+MEMBERS, WIDTH = 16, 64
 
 
 # Data
