@@ -44,6 +44,8 @@ def test_a_model_is_fitted_to_lives_and_compared_in_other_cells(
     of_lives = ["lives", "--folder", str(folder), "--variants", "2", "--hosts", "1", "--plans", "2", "--jobs", "1"]
     controller_benchmark.main([*of_lives, "--cells", "1"])
     first = (folder / "cell_0.npz").stat().st_mtime_ns
+    controller_benchmark.main([*of_lives, "--cells", "2", "--most-flops", "1"])
+    assert not (folder / "cell_1.npz").exists(), "its hosts are too dear"
     controller_benchmark.main([*of_lives, "--cells", "2"])
     assert (folder / "cell_0.npz").stat().st_mtime_ns == first, "cells that are there are kept"
     records = controller_benchmark.read_records(folder)
