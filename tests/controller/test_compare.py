@@ -104,12 +104,15 @@ def test_moves_are_spread_evenly_and_random_ones_are_made_at_the_looks() -> None
     parts = spread(7, [3, 4, 5], np.random.default_rng(0))
     assert parts.keys() == {3, 4, 5}
     assert sorted(parts.values()) == [2, 2, 3]
-    known = Known(Cell(horizon=12), Streams(0), moves={(seed, 0.1): 1 for seed in range(20)} | {(3, 0.2): 2})
+    known = Known(Cell(horizon=12), Streams(0), moves={(seed, 0.1): 1 for seed in range(20)} | {(3, 0.2): 2, (3, 0.3): 4, (3, 0.4): 99})
     once = [make_random(seed, 0.1, known) for seed in range(20)]
     assert {one.times for one in once if isinstance(one, RandomMoves)} == {(1,), (3,)}
     twice = make_random(3, 0.2, known)
     assert isinstance(twice, RandomMoves)
     assert sorted(twice.times) == [1, 3]
+    many = [make_random(3, price, known) for price in (0.3, 0.4)]
+    assert [len(set(one.times)) for one in many if isinstance(one, RandomMoves)] == [4, 7]
+    assert all({1, 3} <= set(one.times) <= set(range(1, 8)) for one in many if isinstance(one, RandomMoves))
 
 
 def test_a_random_move_that_is_not_possible_yet_is_made_later() -> None:

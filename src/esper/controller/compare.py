@@ -15,9 +15,9 @@ Controls have the FLOPs that the compared contestant used for a host, including 
     final        the final network of the compared contestant, present from the start
     grid         static hosts of 1, 2, 4 and 8 times the width, each with a quarter of the FLOPs; the best by validation loss and price
 
-Hosts of one seed have the same first weights and data order under every contestant, and every host keeps its best validation state. Moves
-are made at the same two times by all contestants but the heuristic (see `esper.controller.plans.looks`). The FLOPs of validation are
-counted, but for those of the grid. The test data are used for no decision and no choice.
+Hosts of one seed have the same first weights and data order under every contestant, and every host keeps its best validation state. All
+contestants make moves at the same two times (see `esper.controller.plans.looks`), except the heuristic, and random if it has to make more
+than two. The FLOPs of validation are counted, but for those of the grid. The test data are used for no decision and no choice.
 `esper.controller.compare_results` describes the records and computes the statistics.
 """
 
@@ -152,9 +152,11 @@ def make_early(seed: int, price: float, known: Known) -> Controller:
 
 
 def make_random(seed: int, price: float, known: Known) -> Controller:
-    rng, at = known.streams.numpy(f"times {seed} {price}"), looks(known.cell.horizon)
-    times = tuple(int(time) for time in rng.choice(at, size=min(known.moves[seed, price], len(at)), replace=False))
-    return RandomMoves(known.streams.integer(f"random {seed} {price}"), times)
+    rng, horizon = known.streams.numpy(f"times {seed} {price}"), known.cell.horizon
+    # The looks in random order, then other early decisions, for contestants that make more moves.
+    others = [time for time in range(1, math.ceil(0.6 * horizon)) if time not in looks(horizon)]
+    order = [*rng.permutation(looks(horizon)).tolist(), *rng.permutation(others).tolist()]
+    return RandomMoves(known.streams.integer(f"random {seed} {price}"), tuple(map(int, order[: known.moves[seed, price]])))
 
 
 def make_rule(seed: int, price: float, known: Known) -> Controller:
