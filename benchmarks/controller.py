@@ -185,7 +185,7 @@ def fit_values(folder: Path, more: Sequence[Path], trainings: int) -> None:
 
 
 def train_policy(training: int, *, folder: Path, core: str, rounds: int, hosts: int, minutes: float, device: str) -> list[Record]:
-    """Train a policy from a value model by PPO, one cell after another, and return a record of its training."""
+    """Train a policy by PPO, starting from a value model. Return a record of the training."""
     began, start = time.perf_counter(), value_file(folder, training)
     ppo = ControllerConfig().ppo
     network = msgspec.structs.replace(ppo.network, core=core)
@@ -214,7 +214,7 @@ def controller_files(folder: Path) -> dict[str, Path]:
 def compared_cell(number: int, seed: int) -> tuple[str, Cell]:
     """Return the group of a compared cell, and the cell."""
     group = list(COMPARED)[number % len(COMPARED)]
-    # Every group has a seed of its own. With the same one, its cells would have the widths, batches and rates of those of other groups.
+    # Every group has its own seed. With one for all, the cells of different groups would have the same widths, batches and rates.
     return group, draw_cell(COMPARED[group], number=number // len(COMPARED), seed=1_000 * (number % len(COMPARED)) + seed)
 
 

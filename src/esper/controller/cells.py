@@ -130,7 +130,7 @@ def draw_cell(domain: DomainConfig, *, number: int, seed: int) -> Cell:
 
 
 def draw_variant(cell: Cell, domain: DomainConfig, rng: np.random.Generator) -> Cell:
-    """Draw the number of samples and the learning rate of a cell anew. Everything that all hosts of a fleet have in common stays."""
+    """Return the cell with another number of samples and another learning rate. Hosts of both can share a fleet."""
     return msgspec.structs.replace(
         cell, samples=_draw_integer(rng, *domain.samples), learning_rate=_draw_learning_rate(rng, cell.optimizer)
     )

@@ -342,7 +342,7 @@ def _with_horizon(case: EvalCase, decisions: int) -> EvalCase:
 
 @dataclass(frozen=True)
 class StaticCase:
-    """A host that grows nothing, to train in a network and with steps between decisions of its own."""
+    """A host that grows nothing, with a network and a number of steps between decisions of its own."""
 
     host: str
     steps_per_decision: int
@@ -389,7 +389,7 @@ def widened_name(host: str, factor: int) -> str:
 
 
 def _grid(ours: Iterable[EvalRun], case: Callable[..., EvalCase], cell: Cell, task: Task) -> Iterator[StaticCase]:
-    """Yield for every run hosts of all widths, each with an equal part of its FLOPs. One that could not make a step is left out."""
+    """Yield hosts of all widths for every run, each with an equal part of its FLOPs. If that is less than a step, the host is left out."""
     for factor in WIDTHS:
         name = widened_name(cell.host, factor)
         cost = discover(task.make_host(name, seed=0), task.example_input).host
@@ -402,7 +402,7 @@ def _grid(ours: Iterable[EvalRun], case: Callable[..., EvalCase], cell: Cell, ta
 
 
 def _train_static(evaluation: EvalSetting, static: Iterable[StaticCase], on_progress: Callable[[int], Any]) -> list[EvalRun]:
-    """Train hosts that grow nothing, those of one network and as many steps between decisions together."""
+    """Train hosts that grow nothing. Those with the same network and as many steps between decisions share a fleet."""
     fleets: dict[tuple[str, int], list[EvalCase]] = defaultdict(list)
     for one in static:
         fleets[one.host, one.steps_per_decision].append(one.case)

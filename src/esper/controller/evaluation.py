@@ -21,7 +21,7 @@ from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.data import TaskTensors
 from esper.fleet.fleet import Fleet
 from esper.growth.config import GrowthConfig, RentConfig
-from esper.growth.lifecycle.stages import Controller, Decision, Shrink, Stage
+from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, Shrink, Stage
 from esper.tasks import Task
 
 
@@ -114,7 +114,7 @@ def _rows_that_fit(eval_setting: EvalSetting) -> int:
 
 
 def _run_in_one_fleet(eval_setting: EvalSetting, cases: Sequence[EvalCase], on_progress: Callable[[int], Any]) -> list[EvalRun]:
-    """Train cases in one fleet. It has a row for every case, and uses one for every group of cases that have been decided alike so far."""
+    """Train cases in one fleet. Cases that have been decided alike so far are one row; there are enough rows for all to differ."""
     fleet = _fleet(eval_setting, len(cases))
     groups = dict(enumerate(_alike(cases)))  # row -> its cases
     fleet.reset({row: group[0].setting for row, group in groups.items()})
@@ -142,7 +142,7 @@ def _run_in_one_fleet(eval_setting: EvalSetting, cases: Sequence[EvalCase], on_p
 
 
 def _alike(cases: Sequence[EvalCase]) -> list[list[EvalCase]]:
-    """Return groups of cases that start as the same host."""
+    """Group the cases that start as the same host."""
     groups: dict[object, list[EvalCase]] = {}
     for case in cases:
         without_rent = msgspec.structs.replace(case.setting, rent=RentConfig())
@@ -155,11 +155,15 @@ def _decide(fleet: Fleet, groups: dict[int, list[EvalCase]], rows: Sequence[int]
     decisions: dict[int, Decision] = {}
     copies: dict[int, int] = {}
     for row in rows:
+        states: dict[RentConfig, GrowthState] = {}
         parts: dict[object, tuple[Decision, list[EvalCase]]] = {}
         for case in groups[row]:
-            fleet.set_rent(row, case.setting.rent)
-            decision = case.controller.decide(with_finite_losses(fleet.state(row)))
-            parts.setdefault(_effect(decision, case.setting.rent), (decision, []))[1].append(case)
+            rent = case.setting.rent
+            if rent not in states:
+                fleet.set_rent(row, rent)
+                states[rent] = with_finite_losses(fleet.state(row))
+            decision = case.controller.decide(states[rent])
+            parts.setdefault(_effect(decision, rent), (decision, []))[1].append(case)
         for number, (decision, cases) in enumerate(parts.values()):
             place = len(groups) if number else row
             groups[place], decisions[place] = cases, decision

@@ -28,12 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from esper.controller.config import MoveNetworkConfig
 from esper.controller.layout import FEATURES, Vector, decision, host_features, move_features, options, sizes_after, why_no_move
 from esper.controller.plans import NOTHING, Move
 from esper.growth.lifecycle.stages import Decision, GrowthState
 from esper.rng import Streams
 
-MEMBERS, WIDTH = 16, 64
+MEMBERS, WIDTH = MoveNetworkConfig().members, MoveNetworkConfig().width
 
 
 # Data

@@ -240,7 +240,7 @@ class Fleet:
 
     @torch.no_grad()
     def copy(self, rows: Mapping[int, int]) -> None:
-        """Replace hosts by copies of others, to train both on in different ways: row -> the row that it becomes a copy of."""
+        """Overwrite hosts with copies of others, to grow them in another way. `rows` maps a row to the one that is copied into it."""
         self._check_rows((*rows, *rows.values()))
         if not rows:
             return

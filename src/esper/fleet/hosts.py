@@ -186,7 +186,7 @@ class RowSnapshots:
 
     @torch.no_grad()
     def copy(self, rows: Mapping[int, int]) -> None:
-        """Replace rows by copies of others in all snapshots: row -> the row that it becomes a copy of."""
+        """Overwrite rows in all snapshots. `rows` maps a row to the one that is copied into it."""
         for tensors in self._copies.values():
             copy_rows(tensors, rows)
 
@@ -208,7 +208,7 @@ class RowSnapshots:
 
 
 def copy_rows(tensors: Mapping[str, Tensor], rows: Mapping[int, int]) -> None:
-    """Replace rows of all tensors [N, ...] by copies of others: row -> the row that it becomes a copy of."""
+    """Overwrite rows of all tensors [N, ...]. `rows` maps a row to the one that is copied into it."""
     device = next(iter(tensors.values())).device
     to, source = upload(list(rows), device), upload(list(rows.values()), device)
     for tensor in tensors.values():
