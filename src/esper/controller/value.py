@@ -147,7 +147,7 @@ def fit(
     records: Records,
     *,
     seed: int,
-    steps: int = 200,
+    steps: int = 400,
     learning_rate: float = 3e-3,
     weight_decay: float = 0.3,
     device: torch.device | str = "cpu",
