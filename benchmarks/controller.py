@@ -1,6 +1,6 @@
 """Does it pay to look at the host? Random growth in many cells, controllers that learn from it, and their comparison in other cells.
 
-    python benchmarks/controller.py lives --cells 900 --seed 2 --variants 4 --folder DIR --device cuda --jobs 16
+    python benchmarks/controller.py lives --cells 900 --seed 2 --variants 4 --hosts 1 --folder DIR --device cuda --jobs 16
     python benchmarks/controller.py fit --folder DIR --trainings 5
     python benchmarks/controller.py train --folder DIR --trainings 5 --minutes 4 --device cuda --jobs 5
     python benchmarks/controller.py train --folder DIR --trainings 5 --minutes 4 --device cuda --jobs 5 --core none
