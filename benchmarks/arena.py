@@ -1,13 +1,13 @@
 """How fast the arena is: battles alone, and training in them from end to end.
 
     python benchmarks/arena.py --device cpu --battles 256 --threads 2
-    python benchmarks/arena.py --device cuda --battles 512,1024,2048,4096 --training-battles 4096
+    python benchmarks/arena.py --device cuda --battles 4096,16384 --training-battles 8192 --precision bfloat16
 
 A step is one decision, five ticks of the physics, of one unit, with all rules, observations and masks, whether the unit lives or not; an
-agent-step is a step of a living unit. In the phase
-`simulation` both sides are driven by the strong bot on 64×64 maps, and the time is taken in the middle of battles, which last about a
-hundred decisions: from the `--warm-up`-th on, when the teams meet. In the phase `training` the learner of `esper arena train`
-collects and learns; its steps are those of the units that learn, without the opponents'.
+agent-step is a step of a living unit. In the phase `simulation` both sides are driven by the strong bot on 64×64 maps. The time is taken in
+the middle of battles, which last about a hundred decisions: from the `--warm-up`-th on, when the teams meet, in five windows, of which the
+median counts. In the phase `training` the learner of `esper arena train` collects and learns; its steps are those of the units that learn,
+without the opponents'. There, the time is taken when battles are of all ages.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ from esper.league.training import prepare_arena
 from fleet import CudaMemory, ResidentMemory
 from records import Output, Record
 
-BARS = {("simulation", "cpu"): 20_000, ("simulation", "cuda"): 2_000_000, ("training", "cuda"): 250_000}
+TRAINING_WARM_UP = 200  # decisions after which battles are of all ages
+BARS = {("simulation", "cpu"): 150_000, ("simulation", "cuda"): 20_000_000, ("training", "cuda"): 1_500_000}
 
 
 def simulation(battles: int, options: argparse.Namespace, device: torch.device) -> Record:
     config = ArenaConfig(battles=battles, team_size=options.team_size)
     memory = _memory(device)
     memory.begin()
-    speed = measure_speed(
-        config, device=device, seed=options.seed, warm_up=options.warm_up, decisions=options.decisions, compile=options.compile
-    )
-    record = {"phase": "simulation", "battles": battles, "units": config.units, "compiled": options.compile}
+    speed = measure_speed(config, device=device, seed=options.seed, warm_up=options.warm_up, decisions=options.decisions)
+    record = {"phase": "simulation", "battles": battles, "units": config.units}
     return {**record, **speed._asdict(), "peak_memory": memory.peak()}
 
 
@@ -51,12 +50,11 @@ def training(battles: int, options: argparse.Namespace, device: torch.device) ->
         selfplay=msgspec.structs.replace(base.selfplay, enter_every=10**9),
         ppo=msgspec.structs.replace(base.ppo, num_minibatches=options.minibatches, precision=options.precision),
         device=device.type,
-        compile=options.compile,
     )
     memory = _memory(device)
     memory.begin()
     with prepare_arena(config) as (ppo, _):
-        for _ in ppo.train(ppo.steps_per_update):  # to warm up
+        for _ in ppo.train(-(-TRAINING_WARM_UP // config.ppo.num_steps) * ppo.steps_per_update):
             pass
         lived, collected = 0, 0.0
         began = now(device)
@@ -64,7 +62,7 @@ def training(battles: int, options: argparse.Namespace, device: torch.device) ->
             start = now(device)
             rollout = ppo.collect()
             collected += now(device) - start
-            lived += int(rollout.valid.sum())
+            lived += int((rollout.valid & rollout.acts).sum())
             ppo.update(rollout)
         seconds = now(device) - began
     return {
@@ -101,11 +99,10 @@ def main() -> None:
     parser.add_argument("--training-battles", type=_counts, default=[], help="likewise, for training; none by default")
     parser.add_argument("--team-size", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=WARM_UP, help="decisions before the clock starts")
-    parser.add_argument("--decisions", type=int, default=60, help="decisions that are timed")
-    parser.add_argument("--updates", type=int, default=2, help="updates that are timed")
-    parser.add_argument("--minibatches", type=int, default=4)
+    parser.add_argument("--decisions", type=int, default=30, help="decisions in each of five windows that are timed")
+    parser.add_argument("--updates", type=int, default=5, help="updates that are timed")
+    parser.add_argument("--minibatches", type=int, default=8)
     parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--compile", action="store_true", help="let torch's compiler fuse the phases")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=None, help="a file for the records besides the terminal")

@@ -21,7 +21,7 @@ from esper.rl.events import Update
 from esper.runs import read
 from esper.runs.folder import EVENTS
 
-SHOWN = ("strong", "middle", "weak")
+SHOWN = ("weak", "middle", "strong-v1")
 
 
 def scores(folder: Path, window: int) -> dict[str, tuple[list[float], list[float]]]:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from esper.arena.config import ArenaConfig
+from esper.arena.config import ArenaConfig, ArenaRewardConfig
 from esper.league.config import ArenaTrainConfig, LeagueConfig, SelfPlayConfig, UnitNetworkConfig
 from esper.league.selfplay import SelfPlay
 from esper.league.training import BotEvaluator, prepare_arena
@@ -44,7 +44,13 @@ def config_for(device: str, battles: int) -> ArenaTrainConfig:
         league=LeagueConfig(size=4, promote_at=0.0),
         unit=UnitNetworkConfig(entity_width=8, terrain_width=16, width=32, head_width=16),
         ppo=PPOConfig(
-            num_steps=8, num_epochs=1, num_minibatches=2, bptt_length=8, normalize_observations=False, network=NetworkConfig(hidden_size=32)
+            num_steps=8,
+            num_epochs=1,
+            num_minibatches=2,
+            bptt_length=8,
+            gamma=ArenaRewardConfig().gamma,
+            normalize_observations=False,
+            network=NetworkConfig(hidden_size=32),
         ),
         device="cuda" if device == "cuda" else "cpu",
         eval_battles=4,

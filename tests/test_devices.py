@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from esper.devices import GraphRecorder
+from esper.devices import GraphedCall, GraphRecorder
 from esper.fleet.device import Repeater
 
 CUDA = torch.device("cuda", 0)
@@ -49,11 +49,12 @@ class FakeCuda:
             def replay(self) -> None:
                 fake.calls.append("replay")
 
-        self.current = Stream(CUDA, "current")
+        self.current, self.is_capturing = Stream(CUDA, "current"), False
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", CUDAGraph)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self.on)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
 
     @contextmanager
     def on(self, stream: object) -> Iterator[None]:
@@ -102,6 +103,30 @@ def test_a_failed_recording_is_ended_and_its_own_error_reported(fake: FakeCuda, 
     with pytest.raises(ZeroDivisionError), recorder.stream():
         recorder.record(lambda: 1 / 0)
     assert fake.calls[1:-1] == ["begin in memory 1", "end"]
+
+
+def test_a_graphed_call_calls_at_first_then_records_and_then_replays_only(fake: FakeCuda) -> None:
+    def step() -> int:
+        fake.calls.append("step")
+        return len(fake.calls)
+
+    call = GraphedCall[int](CUDA)
+    results = [call(step) for _ in range(4)]
+    recorded = ["recorder waits for current", "begin in memory 1", "step", "end", "current waits for recorder"]
+    assert fake.calls == ["step", *recorded, "replay", "replay", "replay"]
+    assert results == [1, 4, 4, 4]
+
+
+def test_a_graphed_call_is_part_of_the_graph_that_its_caller_records(fake: FakeCuda) -> None:
+    call = GraphedCall[None](CUDA)
+    for fake.is_capturing in (True, False, True, False, True):
+        call(lambda: fake.calls.append("step"))
+    assert [entry for entry in fake.calls if entry in ("step", "replay")] == ["step", "step", "step", "step", "replay", "step"]
+
+
+def test_a_graphed_call_is_a_call_on_the_cpu() -> None:
+    call, numbers = GraphedCall[int](torch.device("cpu")), iter(range(3))
+    assert [call(lambda: next(numbers)) for _ in range(3)] == [0, 1, 2]
 
 
 def test_a_repeater_runs_the_first_step_records_the_second_and_replays_the_rest(fake: FakeCuda) -> None:

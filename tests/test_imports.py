@@ -132,10 +132,11 @@ def test_an_import_along_the_layers_is_no_violation(module: str, source: str) ->
     assert not violations(source, module)
 
 
-COMPUTING = (*sorted(SHARED), "rl", "growth", "tasks", "fleet", "controller", "arena", "league")
+COMPUTING = (*sorted(SHARED), "rl", "growth", "tasks", "fleet", "controller")
+COMPILED = ("arena", "league")  # need Numba
 EDGES = (
     *("esper.vecenv.gymnasium", "esper.vecenv.to_gymnasium", "esper.vecenv.images"),  # need Gymnasium
-    "esper.arena.pettingzoo",  # needs PettingZoo
+    *("esper.arena.pettingzoo", "esper.arena.gymnasium_vector"),  # need PettingZoo and Gymnasium
     *("esper.growth.integrations.lightning", "esper.growth.integrations.huggingface"),  # need Lightning and transformers
     *("esper.fleet.kernels.convolution", "esper.fleet.kernels.norm_pool", "esper.fleet.kernels.host_rows"),  # need Triton
     "esper.rl.lstm_kernels",  # needs Numba
@@ -160,14 +161,14 @@ for name in esper.rl.__all__:
 """
 
 
-def _import_with_little(names: list[str]) -> subprocess.CompletedProcess[str]:
-    message = json.dumps([sorted(_forbidden_packages()), names])
+def _import_with_little(names: list[str], *more: str) -> subprocess.CompletedProcess[str]:
+    message = json.dumps([sorted(_forbidden_packages(*more)), names])
     return subprocess.run([sys.executable, "-c", IMPORT_ALL], input=message, capture_output=True, text=True, check=False)
 
 
-def _forbidden_packages() -> set[str]:
-    """Top-level names of everything installed that neither torch, numpy and msgspec nor what they require bring along."""
-    allowed = _with_requirements({"torch", "numpy", "msgspec", "esper-grow"}, stop_at="esper-grow")
+def _forbidden_packages(*more: str) -> set[str]:
+    """Top-level names of everything installed that neither torch, numpy, msgspec and `more` nor what they require bring along."""
+    allowed = _with_requirements({"torch", "numpy", "msgspec", "esper-grow", *more}, stop_at="esper-grow")
     owners = importlib.metadata.packages_distributions()
     return {package for package, names in owners.items() if not {_normal(name) for name in names} & allowed}
 
@@ -191,9 +192,9 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def computing_modules() -> list[str]:
+def modules_of(parts: tuple[str, ...]) -> list[str]:
     names = ["esper"]
-    for part in COMPUTING:
+    for part in parts:
         names.append(f"esper.{part}")
         if (SOURCE / part).is_dir():
             names += [found.name for found in pkgutil.walk_packages([str(SOURCE / part)], f"esper.{part}.")]
@@ -201,11 +202,12 @@ def computing_modules() -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_computing_packages_import_with_torch_numpy_and_msgspec_alone() -> None:
-    forbidden = _forbidden_packages()
+@pytest.mark.parametrize(("parts", "more"), [(COMPUTING, ()), (COMPILED, ("numba",))])
+def test_the_computing_packages_import_with_little(parts: tuple[str, ...], more: tuple[str, ...]) -> None:
+    forbidden = _forbidden_packages(*more)
     assert {"tyro", "rich", "safetensors", "pytest"} <= forbidden
-    assert not {"torch", "numpy", "msgspec", "esper"} & forbidden
-    finished = _import_with_little(computing_modules())
+    assert not {"torch", "numpy", "msgspec", "esper", *more} & forbidden
+    finished = _import_with_little(modules_of(parts), *more)
     assert finished.returncode == 0, finished.stderr
 
 
@@ -219,7 +221,7 @@ def test_an_import_of_an_edge_package_is_detected() -> None:
 @pytest.mark.slow
 def test_configs_import_without_torch() -> None:
     program = (
-        "import sys, esper.rl.config, esper.rl.run_config, esper.rl.events, esper.arena.config; "
+        "import sys, esper.rl.config, esper.rl.run_config, esper.rl.events, esper.arena.config, esper.arena.scenarios; "
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -53,6 +53,7 @@ def test_another_source_gives_another_cache_folder(tmp_path):
     second = jit.cache_folder(sources)
     assert second != first
     assert not first.exists()
+    assert jit.cache_folder(sources, versions="numba 1.0") != second
 
 
 def test_the_cache_lies_in_the_users_folder_where_the_sources_cannot_be_written_to(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import esper
+from esper.league.trained import shipped_players
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -100,7 +101,8 @@ def test_type_checkers_find_the_annotations_in_the_package_that_becomes_the_whee
 def test_files_of_the_package_that_are_no_code_are_not_ignored_by_git_and_become_part_of_the_wheel() -> None:
     """Hatchling puts every file of the package into the wheel, unless git ignores it."""
     package = Path(esper.__file__).parent
-    names = ("py.typed", "tasks/data/digits.npz", "controller/trained/learned.safetensors", "controller/trained/learned.md")
+    names = ["py.typed", "tasks/data/digits.npz", "controller/trained/learned.safetensors", "controller/trained/learned.md"]
+    names += [f"league/trained/{path.name}" for path in shipped_players().values()]
     assert not [name for name in names if not (package / name).is_file()]
     ignored = [pattern.strip("/") for pattern in (ROOT / ".gitignore").read_text().split()]
     assert not [(name, pattern) for name in names for pattern in ignored for part in Path(name).parts if fnmatch(part, pattern)]

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
@@ -99,6 +99,38 @@ class GraphRecorder:
         if self._reuse_memory:
             self._last = graph
         return graph, result
+
+
+class GraphedCall(Generic[Result]):
+    """A call that is made many times, such as a step of a simulation. On CUDA, it becomes the replay of a graph.
+
+        step = GraphedCall(device)
+        result = step(function)                   # calls the function
+        result = step(function)                   # calls and records it, and replays the graph
+        result = step(function)                   # replays the graph
+
+    The first call is not recorded, because it may load kernels. All calls pass the same function, which obeys the rules of `GraphRecorder`:
+    a replay overwrites `result`. On other devices, and while the caller records a graph of its own, the function is simply called.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_ready = False
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._result: Result
+
+    def __call__(self, function: Callable[[], Result]) -> Result:
+        if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return function()
+        if not self._is_ready:
+            self._is_ready = True
+            return function()
+        if self._graph is None:
+            recorder = GraphRecorder(self._device)
+            with recorder.stream():
+                self._graph, self._result = recorder.record(function)
+        self._graph.replay()
+        return self._result
 
 
 @contextlib.contextmanager

@@ -13,9 +13,9 @@ Every file that esper reads back has a sha256, in itself or in another file that
     manifest.json, league.json     the key "sha256", over all other keys                 `with_digest`, `without_digest`
     tensors and state of a         in the manifest                                       `esper.runs`
     checkpoint
-    models, controllers, league    in the metadata of the safetensors file, over         `write_tensors`, `read_tensors`
-    members, replays, policies     names, types, shapes, values and metadata
-    and learners
+    models, controllers, players,  in the metadata of the safetensors file, over         `write_tensors`, `read_tensors`
+    league members, replays,       names, types, shapes, values and metadata
+    policies and learners
 
 Files of early versions have no digest. A missing digest is accepted only if the format of the file is that old too, so a digest that was
 lost by damage is noticed. The lines of `events.jsonl` have no digest: they are only displayed, and only their structure is checked.

@@ -10,6 +10,7 @@ cache is a folder whose name contains a hash of all the sources, so changed sour
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -17,7 +18,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,26 +48,32 @@ def compiler(sources: Iterable[str | Path]) -> Callable[[Kernel], Kernel]:
     """Return the decorator for kernels made of these source files. A kernel is compiled at its first call and cached on disk."""
     import numba
 
-    folder = str(cache_folder(tuple(Path(source) for source in sources)))
+    folder = cache_folder(tuple(Path(source) for source in sources))
 
     def compile_kernel(function: Kernel) -> Kernel:
-        # Numba reads this global setting when a function is decorated; restore it afterwards.
-        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, folder
-        try:
+        with cached_in(folder, numba.config):
             kernel: Kernel = numba.njit(cache=True, fastmath=_FAST_MATH, error_model="numpy", nogil=True)(function)
-        finally:
-            numba.config.CACHE_DIR = before
         return kernel
 
     return compile_kernel
 
 
-def cache_folder(sources: tuple[Path, ...]) -> Path:
+@contextlib.contextmanager
+def cached_in(folder: Path, config: Any) -> Iterator[None]:
+    """Keep the code of kernels that are decorated inside the context in a folder. `config` is `numba.config`, or that of numba-cuda."""
+    before, config.CACHE_DIR = config.CACHE_DIR, str(folder)  # Numba reads this global setting when a function is decorated
+    try:
+        yield
+    finally:
+        config.CACHE_DIR = before
+
+
+def cache_folder(sources: tuple[Path, ...], *, versions: str = "") -> Path:
     """Return the cache folder for these sources: next to the first source if that place is writable, else in the user's cache.
 
-    Cache folders of earlier versions of the sources are removed.
+    Cache folders of earlier versions of the sources are removed. `versions` are those of packages that the code depends on.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(versions.encode())
     for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     name, stem = f"{sources[0].stem}-numba-{digest.hexdigest()[:16]}", f"{sources[0].stem}-numba-"

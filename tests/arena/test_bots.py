@@ -8,6 +8,7 @@ import torch
 from esper.arena.arena import Arena
 from esper.arena.bots import BOTS, Bot
 from esper.arena.config import ArenaConfig
+from esper.arena.native import layout as at
 from esper.arena.orders import wrong_values
 from esper.league.matches import MatchArena
 from tests.arena.worlds import small_config
@@ -22,7 +23,7 @@ def test_a_bot_gives_actions_that_are_allowed(name):
         actions = bot.act()
         assert not wrong_values(actions, arena.config).any()
         rows = torch.arange(len(actions["fire"]))
-        alive = arena.state.units.is_alive.flatten()
+        alive = arena.is_alive.flatten()
         assert (result.masks["vent"][rows, actions["vent"]] | ~alive).all()
         assert (result.masks["fire"][rows, actions["fire"]] | ~alive).all()
         assert (result.masks["target"][rows, actions["fire"], actions["target"]] | ~alive | (actions["fire"] == 0)).all()
@@ -36,20 +37,18 @@ def test_a_bot_ignores_units_that_it_does_not_sense(name):
     arena.reset()
     bot = Bot(name, arena)
     for _ in range(6):
-        state = arena.state
-        before = bot.act()
-        hidden = ~state.senses.sensed[:, :2].any(1)  # of the second team, by both of the first
-        assert hidden[:, 2:].any()
-        moved = torch.where(hidden.unsqueeze(-1), state.units.position.flip(0) + 3.0, state.units.position)
-        moved[:, :2] = state.units.position[:, :2]
-        weaker = torch.where(hidden, 1.0, state.units.hit_points)
-        weaker[:, :2] = state.units.hit_points[:, :2]
-        arena.state = state._replace(units=state.units._replace(position=moved, hit_points=weaker))
+        unit, kept = arena.simulation.unit, arena.simulation.unit.clone()
+        before = {head: value.clone() for head, value in bot.act().items()}
+        sensed = arena.simulation.number[at.SENSED, :, :2]  # by both of the first team, as bits
+        hidden = torch.stack([(sensed >> enemy & 1 == 0).all(1) for enemy in range(2)], 1)  # [B, 2] of the second team
+        assert hidden.any()
+        for field, value in ((at.X, kept[at.X].flip(0) + 3.0), (at.Y, kept[at.Y].flip(0) + 3.0), (at.HIT_POINTS, torch.ones(4, 4))):
+            unit[field, :, 2:] = torch.where(hidden, value[:, 2:], kept[field, :, 2:])
         after = bot.act()
         first = (torch.arange(16) % 4) < 2
-        for head, value in before.items():
-            assert torch.equal(value[first], after[head][first]), head
-        arena.state = state
+        for head, choice in before.items():
+            assert torch.equal(choice[first], after[head][first]), head
+        unit.copy_(kept)
         arena.step(before)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 pytest.importorskip("gymnasium")
 from gymnasium.vector import AutoresetMode
 
-from esper.arena.config import ArenaConfig
+from esper.arena.config import ArenaConfig, ArenaRewardConfig
 from esper.arena.env import ArenaEnv
 from esper.vecenv.gymnasium import ToGymnasium
 from tests.arena.worlds import doom
@@ -38,22 +39,30 @@ def test_sampled_actions_are_taken(view):
     assert reward.shape == terminated.shape == truncated.shape == (8,)
     assert infos["valid"].all()
     assert infos["_valid"].all()
+    assert infos["acts"].all()
+    assert infos["_acts"].all()
 
 
 @pytest.mark.slow
-def test_the_dead_are_not_valid_until_their_next_battle(view):
+@pytest.mark.parametrize("pays_dead", [True, False])
+def test_the_dead_are_marked_until_their_next_battle(pays_dead):
+    """If they are paid, their steps are valid but they do not act; otherwise their steps are not valid."""
+    view = ToGymnasium(ArenaEnv(msgspec.structs.replace(TINY, reward=ArenaRewardConfig(pays_dead=pays_dead))))
     view.reset(seed=0)
     doom(view.vec_env.arena, unit=1)  # in both battles
     actions = {name: np.zeros_like(value) for name, value in view.action_space.sample().items()}  # nobody moves out of it
-    ends, valid = [], []
+    ends, valid, acts = [], [], []
     for _ in range(5):  # a battle has four decisions
         _, _, terminated, truncated, infos = view.step(actions)
         ends.append(terminated[1])
         valid.append(infos["valid"][1])
+        acts.append(infos["acts"][1])
         assert not truncated.any()
         assert np.delete(infos["valid"], [1, 5]).all()
-    assert ends == [True, False, False, False, False]
-    assert valid == [True, False, False, False, True]
+        assert np.delete(infos["acts"], [1, 5]).all()
+    assert ends == ([False, False, False, True, False] if pays_dead else [True, False, False, False, False])
+    assert valid == ([True] * 5 if pays_dead else acts)
+    assert acts == [True, False, False, False, True]
 
 
 @pytest.mark.slow

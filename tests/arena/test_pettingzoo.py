@@ -8,14 +8,17 @@ import numpy as np
 import pytest
 
 pytest.importorskip("pettingzoo")
-from pettingzoo.test import parallel_api_test, parallel_seed_test
+from pettingzoo.test import parallel_api_test, parallel_seed_test, state_test
+from pettingzoo.utils.conversions import parallel_to_aec
 
-from esper.arena.config import ArenaConfig
+from esper.arena.bots import Bot
+from esper.arena.config import ArenaConfig, ArenaRewardConfig
+from esper.arena.native import layout as at
 from esper.arena.observe import observation_width, state_width
-from esper.arena.pettingzoo import ArenaParallelEnv, parallel_env
-from esper.arena.state import state_hash
+from esper.arena.pettingzoo import ArenaParallelEnv, agent_names, parallel_env
+from esper.arena.scenarios import find_scenario
 from esper.config import ConfigError
-from tests.arena.worlds import doom, place, put
+from tests.arena.worlds import doom, hash_of, place, put
 
 SETTINGS = {"team_size": 2, "size": 16, "maps": 2, "seconds": 1.0, "contacts": 2, "allies": 1}  # four decisions
 
@@ -50,8 +53,29 @@ def test_battles_to_the_death_pass_the_tests_of_pettingzoo():
     parallel_seed_test(lambda: parallel_env(**settings), num_cycles=20)
 
 
-def test_agents_are_named_by_team_number_and_class(env):
-    assert env.agents == ["red_0_medium", "red_1_light", "blue_0_medium", "blue_1_light"]
+@pytest.mark.slow
+def test_the_state_passes_the_test_of_pettingzoo():
+    settings = {**SETTINGS, "team_size": 3, "seconds": 30.0}
+    state_test(parallel_to_aec(parallel_env(**settings)), parallel_env(**settings), num_cycles=120)
+
+
+@pytest.mark.slow
+def test_the_state_stays_in_its_space_in_battles_to_the_death():
+    env = parallel_env(team_size=5, size=32, maps=2, seconds=60.0)
+    bot = Bot("expert", env._battle)
+    env.reset(seed=0)
+    heads = env._battle.action_spec.heads
+    largest = 0.0
+    while env.agents:
+        chosen = {head.name: value.numpy() for head, value in zip(heads, bot.act().values(), strict=True)}
+        env.step({agent: {name: value[env._units[agent]].copy() for name, value in chosen.items()} for agent in env.agents})
+        assert env.state_space.contains(env.state())
+        largest = max(largest, float(np.abs(env.state()).max()))
+    assert largest > 1.0, "units were hot, or flew high"
+
+
+def test_agents_are_named_by_team_class_and_number(env):
+    assert env.agents == ["red_medium_0", "red_light_0", "blue_medium_0", "blue_light_0"]
     assert env.possible_agents == env.agents
     assert env.num_agents == env.max_num_agents == 4
 
@@ -59,21 +83,20 @@ def test_agents_are_named_by_team_number_and_class(env):
 def test_observations_are_in_their_space(env):
     observations, infos = env.reset(seed=0)
     assert all(env.observation_space(agent).contains(observations[agent]) for agent in env.agents)
-    assert observations["red_0_medium"]["observation"].shape == (observation_width(env.config),)
-    assert {name: mask.shape for name, mask in observations["red_0_medium"]["action_mask"].items()} == {
+    assert observations["red_medium_0"]["observation"].shape == (observation_width(env.config),)
+    assert {name: mask.shape for name, mask in observations["red_medium_0"]["action_mask"].items()} == {
         "fire": (8,),
         "target": (8, 2),
         "vent": (2,),
     }
-    assert infos["blue_1_light"] == {"team": "blue"}
+    assert infos["blue_light_0"] == {"team": "blue", "is_alive": True}
 
 
 def test_masked_samples_are_allowed(env):
     place(env._battle, 0, -2.0, 0.5)
     place(env._battle, 2, 2.0, 0.5)
-    env._battle.state = env._battle._sensed(env._battle.state)
-    mask = env._observed(env._battle.look())["red_0_medium"]["action_mask"]
-    space = env.action_space("red_0_medium")
+    mask = env._observed(env._battle.look())["red_medium_0"]["action_mask"]
+    space = env.action_space("red_medium_0")
     space.seed(0)
     samples = [space.sample(mask) for _ in range(50)]
     assert len({int(sample["fire"]) for sample in samples}) > 1
@@ -85,7 +108,7 @@ def test_masked_samples_are_allowed(env):
 
 
 def test_a_space_can_be_copied(env):
-    space = env.action_space("red_0_medium")
+    space = env.action_space("red_medium_0")
     other = copy.deepcopy(space)
     assert other == space
     space.seed(1), other.seed(1)
@@ -93,14 +116,32 @@ def test_a_space_can_be_copied(env):
 
 
 @pytest.mark.slow
-def test_a_dead_agent_leaves_and_the_others_continue(env):
+def test_a_dead_agent_stays_until_the_battle_ends_and_is_paid_what_its_team_gets(env):
+    doom(env._battle, unit=1)
+    _, _, terminations, _, infos = env.step(no_actions_of(env))
+    assert not any(terminations.values())
+    assert [info["is_alive"] for info in infos.values()] == [True, False, True, True]
+    observations, *_ = env.step(no_actions_of(env))
+    assert not observations["red_light_0"]["observation"].any()
+    for unit in (2, 3):
+        put(env._battle, unit, hit_points=1e-4)
+    _, rewards, terminations, _, infos = env.step(no_actions_of(env))
+    assert infos["red_light_0"]["winner"] == "red"
+    assert terminations["red_light_0"]
+    assert rewards["red_light_0"] > ArenaRewardConfig().outcome
+
+
+@pytest.mark.slow
+def test_a_dead_agent_leaves_and_the_others_continue_if_the_dead_are_not_paid():
+    env = parallel_env(**SETTINGS, reward={"pays_dead": False})
+    env.reset(seed=0)
     doom(env._battle, unit=1)
     observations, rewards, terminations, truncations, infos = env.step(no_actions_of(env))
-    assert terminations == {"red_0_medium": False, "red_1_light": True, "blue_0_medium": False, "blue_1_light": False}
+    assert terminations == {"red_medium_0": False, "red_light_0": True, "blue_medium_0": False, "blue_light_0": False}
     assert not any(truncations.values())
-    assert rewards["red_1_light"] < rewards["red_0_medium"]
+    assert rewards["red_light_0"] < rewards["red_medium_0"]
     assert set(observations) == set(infos) == set(terminations)
-    assert env.agents == ["red_0_medium", "blue_0_medium", "blue_1_light"]
+    assert env.agents == ["red_medium_0", "blue_medium_0", "blue_light_0"]
     observations, *_ = env.step(no_actions_of(env))
     assert set(observations) == set(env.agents)
 
@@ -111,7 +152,7 @@ def test_all_agents_leave_at_the_end_with_the_result_of_the_battle(env):
     _, rewards, terminations, _, infos = env.step(no_actions_of(env))
     assert all(terminations.values())
     assert {info["winner"] for info in infos.values()} == {"red"}
-    assert rewards["red_0_medium"] > 0 > rewards["blue_0_medium"]
+    assert rewards["red_medium_0"] > 0 > rewards["blue_medium_0"]
     assert env.agents == []
     with pytest.raises(ValueError, match="no battle is going on"):
         env.step({})
@@ -122,22 +163,22 @@ def test_the_last_observation_is_of_the_battle_that_ended(env):
     for _ in range(4):
         observations, _, terminations, _, infos = env.step(no_actions_of(env))
     assert all(terminations.values())
-    assert infos["red_0_medium"]["winner"] == "draw"
-    assert int(env._battle.state.status.decision[0]) == 4
-    last = observations["red_0_medium"]["observation"]
+    assert infos["red_medium_0"]["winner"] == "draw"
+    assert int(env._battle.simulation.status[at.DECISION, 0]) == 4
+    last = observations["red_medium_0"]["observation"]
     observations, _ = env.reset()
-    assert not np.array_equal(last, observations["red_0_medium"]["observation"])
+    assert not np.array_equal(last, observations["red_medium_0"]["observation"])
 
 
 def test_a_reset_without_a_seed_begins_the_next_battle_and_one_with_it_the_first(env):
-    hashes = [state_hash(env._battle.state, 0)]
+    hashes = [hash_of(env._battle)]
     env.step(no_actions_of(env))
     env.reset()
-    hashes.append(state_hash(env._battle.state, 0))
+    hashes.append(hash_of(env._battle))
     assert len(env.agents) == 4
     assert hashes[0] != hashes[1]
     env.reset(seed=0)
-    assert state_hash(env._battle.state, 0) == hashes[0]
+    assert hash_of(env._battle) == hashes[0]
 
 
 @pytest.mark.slow
@@ -167,6 +208,24 @@ def test_the_state_is_the_whole_battle(env):
     assert not np.array_equal(state, env.state())
 
 
+def test_agents_of_one_class_are_counted():
+    assert agent_names(ArenaConfig(team_size=5))[5:] == [
+        "blue_medium_0", "blue_light_0", "blue_heavy_0", "blue_scout_0", "blue_medium_1",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_scenario_is_given_by_its_name_but_not_with_its_test_maps():
+    env, scenario = parallel_env("2v2-open-v1"), find_scenario("2v2-open-v1")
+    assert (env.config.team_size, env.config.contacts, env.config.landscapes) == (2, 2, scenario.arena.landscapes)
+    with pytest.raises(ValueError, match="makes the test maps of 2v2-open-v1"):
+        parallel_env("2v2-open-v1", seed=scenario.test_seed)
+    with pytest.raises(ValueError, match="makes the test maps of 2v2-open-v1"):
+        env.reset(seed=scenario.test_seed)
+    with pytest.raises(ValueError, match="there is no scenario '2v2'"):
+        parallel_env("2v2")
+
+
 def test_one_battle_is_fought_whatever_the_config_says():
     env = ArenaParallelEnv(ArenaConfig(battles=64, team_size=1, size=16, maps=1))
     env.reset()
@@ -177,33 +236,33 @@ def test_one_battle_is_fought_whatever_the_config_says():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"fire": 8}, "red_1_light: fire must be a whole number from 0 to 7; got 8"),
-        ({"fire": 1.0}, "red_1_light: fire must be a whole number"),
-        ({"target": -1}, "red_1_light: target must be a whole number from 0 to 1; got -1"),
-        ({"motion": [0.0, 0.0, 0.0]}, "red_1_light: motion must be 4 numbers from -1 to 1"),
-        ({"motion": [0.0, np.nan, 0.0, 0.0]}, "red_1_light: motion must be 4 numbers from -1 to 1"),
-        ({"motion": [0.0, 2.0, 0.0, 0.0]}, "red_1_light: motion must be 4 numbers from -1 to 1"),
-        ({"jump": 1}, r"red_1_light: an action is a dictionary with the heads \['fire', .*got .*'jump'"),
+        ({"fire": 8}, "red_light_0: fire must be a whole number from 0 to 7; got 8"),
+        ({"fire": 1.0}, "red_light_0: fire must be a whole number"),
+        ({"target": -1}, "red_light_0: target must be a whole number from 0 to 1; got -1"),
+        ({"motion": [0.0, 0.0, 0.0]}, "red_light_0: motion must be 4 numbers from -1 to 1"),
+        ({"motion": [0.0, np.nan, 0.0, 0.0]}, "red_light_0: motion must be 4 numbers from -1 to 1"),
+        ({"motion": [0.0, 2.0, 0.0, 0.0]}, "red_light_0: motion must be 4 numbers from -1 to 1"),
+        ({"jump": 1}, r"red_light_0: an action is a dictionary with the heads \['fire', .*got .*'jump'"),
     ],
 )
 def test_a_wrong_action_names_its_agent_and_changes_nothing(env, change, message):
-    before = state_hash(env._battle.state, 0)
+    before = hash_of(env._battle)
     actions = no_actions_of(env)
-    actions["red_1_light"] |= change
+    actions["red_light_0"] |= change
     with pytest.raises(ValueError, match=message):
         env.step(actions)
-    assert state_hash(env._battle.state, 0) == before
+    assert hash_of(env._battle) == before
 
 
 def test_actions_are_needed_for_exactly_the_agents(env):
     actions = no_actions_of(env)
-    del actions["blue_0_medium"]
-    with pytest.raises(ValueError, match="no action for 'blue_0_medium'"):
+    del actions["blue_medium_0"]
+    with pytest.raises(ValueError, match="no action for 'blue_medium_0'"):
         env.step(actions)
-    with pytest.raises(ValueError, match=r"'green_0' takes no part.*'red_0_medium'"):
-        env.step({**no_actions_of(env), "green_0": {}})
-    with pytest.raises(ValueError, match=r"red_0_medium: an action is a dictionary .*; got int"):
-        env.step({**no_actions_of(env), "red_0_medium": 3})
+    with pytest.raises(ValueError, match=r"'green_scout_0' takes no part.*'red_medium_0'"):
+        env.step({**no_actions_of(env), "green_scout_0": {}})
+    with pytest.raises(ValueError, match=r"red_medium_0: an action is a dictionary .*; got int"):
+        env.step({**no_actions_of(env), "red_medium_0": 3})
 
 
 def test_settings_that_do_not_exist_are_named():

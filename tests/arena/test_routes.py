@@ -7,15 +7,13 @@ import itertools
 import pytest
 import torch
 
-from esper.arena.map_columns import floors
 from esper.arena.maps import LANDSCAPES, generate_maps
 from esper.arena.routes import ARRIVED, STEPS, find_ways
-from esper.arena.specs import CLIMB_M, Material
-from tests.arena.worlds import flat_arena
+from esper.arena.specs import CLIMB_M, MATERIALS, Material
 
 SIZE = 24
 MAPS = generate_maps(range(10), size=SIZE)
-FLOOR = floors(MAPS.height, MAPS.material, flat_arena().tables.materials)
+FLOOR = MAPS.height.masked_fill(torch.tensor([MATERIALS[kind].is_walked_through for kind in Material])[MAPS.material.long()], 0.0)
 WAY, ROUTE = find_ways(FLOOR, MAPS.material, MAPS.zone_radius)
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from esper.arena.config import ArenaConfig, ArenaRewardConfig
-from esper.arena.decision import AFTER_TICKS, PHASES
-from esper.arena.observe import observation_width, parts
-from esper.arena.rules_text import rules_text
+from esper.arena.observe import STATE_BATTLE, STATE_UNIT, observation_width, parts, state_width, width
+from esper.arena.rules_text import AFTER_TICKS, PHASES, rules_text
 from esper.arena.specs import CLASSES, MATERIALS, PHYSICS, WEAPONS, MaterialSpec, Physics, UnitClass, Weapon
 from esper.config import describe, field_comments
 
@@ -66,7 +65,8 @@ def test_every_constant_and_weight_has_a_row_with_its_value(text):
         assert float(constants[f"`{name}`"]) == getattr(PHYSICS, name)
     weights = {row[0]: row[1] for row in rows(section(text, "Rewards"))}
     for name, value, _ in describe(ArenaRewardConfig()):
-        assert float(weights[f"`{name}`"]) == value
+        shown = weights[f"`{name}`"]
+        assert (shown == str(value).lower()) if isinstance(value, bool) else (float(shown) == value)
 
 
 def test_weapons_classes_and_materials_have_a_column_each(text):
@@ -81,3 +81,12 @@ def test_the_parts_of_an_observation_fill_it(text):
     found = [row[1].split(":") for row in rows(text) if row[0] in names and ":" in row[1]]
     assert [int(start) for start, _ in found] == [0, *(int(stop) for _, stop in found[:-1])]
     assert int(found[-1][1]) == observation_width(ArenaConfig())
+
+
+def test_the_view_of_the_whole_battle_lists_the_fields_of_units_and_of_the_battle(text):
+    shown = section(text, "Observation").split("\n### The whole battle\n")[1]
+    assert f"vector of {state_width(ArenaConfig())} numbers" in shown
+    fields = [row for row in rows(shown) if row[0].startswith("`")]
+    assert [row[0].strip("`") for row in fields] == [field.name for field in (*STATE_UNIT, *STATE_BATTLE)]
+    ends = [int(fields[place][1].split(":")[-1]) + (":" not in fields[place][1]) for place in (len(STATE_UNIT) - 1, -1)]
+    assert ends == [width(STATE_UNIT), width(STATE_BATTLE)]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from esper.arena.bots import BOTS
 from esper.cli.main import main
-from esper.config import save
+from esper.config import load_saved, save
 from esper.league.config import ArenaTrainConfig
 from tests.cli.arena_runs import train
 from tests.commands import assert_explains, last_line
@@ -31,8 +32,8 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
         (["eval", "young", "--against", "storng"], "strong"),
         (["match", "strong"], "B"),
         (["match", "storng", "weak"], "there is no player 'storng'; did you mean 'strong'?"),
-        (["match", "nowhere", "weak"], "there is no player 'nowhere'; give a bot (random, weak, middle, strong), the folder of a run"),
-        (["match", "other/config.toml", "weak"], "is no player: those are the files in RUN/league/members"),
+        (["match", "nowhere", "weak"], f"there is no player 'nowhere'; give a bot ({', '.join(BOTS)}), a player of esper"),
+        (["match", "other/config.toml", "weak"], "other/config.toml cannot be read as a safetensors file"),
         (["match", "strong", "weak", "--team-size", "17"], "--team-size"),
         (["match", "young:update-1", "weak"], "there is no league in young/league"),
         (["league", "nowhere"], "there is no folder nowhere"),
@@ -56,20 +57,26 @@ def test_an_unknown_player_of_a_league_is_refused_with_the_nearest_one(arena_run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("field", "value"), [("contacts", "3"), ("allies", "2"), ("state_view", "true")])
+@pytest.mark.parametrize(("field", "value"), [("contacts", "3"), ("allies", "2")])
 def test_players_with_different_observations_cannot_meet(
     field: str, value: str, arena_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train("other", 1, "--enter-every", "9", "--eval-battles", "0", f"--{field.replace('_', '-')}", *_flag_value(value)) == 0
+    assert train("other", 1, "--enter-every", "9", "--eval-battles", "0", f"--{field}", value) == 0
     capsys.readouterr()
     assert main(["arena", "match", str(arena_run), "other", *SMALL]) == 2
     error = capsys.readouterr().err
     assert f"other cannot fight here: it was trained with arena.{field} {value}" in error
-    assert "contacts, allies, state_view" in error
+    assert "choose players with the same contacts, allies" in error
 
 
-def _flag_value(value: str) -> list[str]:
-    return [] if value == "true" else [value]
+@pytest.mark.slow
+def test_players_with_and_without_a_view_of_the_whole_battle_can_meet(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    views = []
+    for name, flag in (("with", "--arena.state-view"), ("without", "--arena.no-state-view")):
+        assert train(name, 1, "--enter-every", "9", "--eval-battles", "0", flag) == 0
+        views.append(load_saved(ArenaTrainConfig, Path(name) / "config.toml").arena.state_view)
+    assert views == [True, False]
+    assert main(["arena", "match", "with", "without", *SMALL]) == 0
 
 
 # Battles
@@ -132,8 +139,8 @@ def test_a_player_is_given_as_a_run_its_last_checkpoint_or_a_player_of_its_leagu
 
 @pytest.mark.slow
 def test_players_may_meet_in_larger_teams_than_they_were_trained_in(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["arena", "match", str(arena_run), "strong", "--team-size", "2", "--size", "24", "--battles", "2", "--device", "cpu", "--json"]
-    assert main(argv) == 0
+    options = ["strong", "--team-size", "2", "--size", "24", "--battles", "2", "--device", "cpu", "--json"]
+    assert main(["arena", "match", str(arena_run), *options]) == 0
     shown = capsys.readouterr().out
     assert "2 against 2 on maps of 24 × 24" in shown
     assert last_line(shown)["team_size"] == 2
@@ -159,10 +166,10 @@ def test_standings_name_past_selves_and_anchors(arena_run: Path, capsys: pytest.
     shown = capsys.readouterr().out
     result = last_line(shown)
     assert result["best"] == "update-1"
-    assert {row["name"] for row in result["standings"]} == {"random", "weak", "middle", "strong", "update-1"}
+    assert {row["name"] for row in result["standings"]} == {"random", "weak", "middle", "strong", "strong-v1", "update-1"}
     assert "vs strong" in shown
     assert {(pair["first"], pair["second"]) for pair in result["pairs"]} == {
-        ("middle", "update-1"), ("random", "update-1"), ("strong", "update-1"), ("update-1", "weak")
+        ("middle", "update-1"), ("random", "update-1"), ("strong", "update-1"), ("strong-v1", "update-1"), ("update-1", "weak")
     }  # fmt: skip
 
 
@@ -171,11 +178,11 @@ def test_a_round_robin_lets_all_pairs_meet_and_changes_no_file(arena_run: Path, 
     before = (arena_run / "league/league.json").read_bytes()
     assert main(["arena", "league", str(arena_run), "--battles", "2", "--device", "cpu", "--json"]) == 0
     shown = capsys.readouterr().out
-    assert "5 players, 10 matches of 2 battles on cpu" in shown
+    assert "6 players, 15 matches of 2 battles on cpu" in shown
     pairs = last_line(shown)["pairs"]
-    assert len(pairs) == 10
+    assert len(pairs) == 15
     in_training = [pair for pair in pairs if "update-1" in (pair["first"], pair["second"])]  # two battles against each anchor
-    assert len(in_training) == 4
+    assert len(in_training) == 5
     assert all(pair["battles"] == (4 if pair in in_training else 2) for pair in pairs)
     assert (arena_run / "league/league.json").read_bytes() == before
 

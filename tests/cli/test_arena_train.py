@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from esper.cli.arena_progress import ArenaProgress, read_progress
+from esper.cli.arena_train import seconds_taken
 from esper.cli.main import main
 from esper.cli.progress import PlainLines
 from esper.config import load
@@ -49,7 +50,7 @@ def recorded(event: Event) -> EventRecord:
         (["--minutes", "0"], "--minutes: expected a float > 0 or None, got 0"),
         (["--bot-share", "0.9"], "--selfplay.past-share: expected at most 1 - bot_share (0.1), got 0.25"),
         (["--first-team", "6"], "expected at most arena.team_size (5), got 6"),
-        (["--arena.reward.gamma", "0.5"], "expected that of the learner, ppo.gamma (0.99), got 0.5"),
+        (["--arena.reward.gamma", "0.5"], "expected that of the learner, ppo.gamma (0.997), got 0.5"),
         (["--eval-against", "storng"], "strong"),
         ([*OPTIONS, "--battles", "1"], "1 battles cannot be divided into"),
         ([*OPTIONS, "--run", "/dev/null/run"], "no run can be made in /dev/null/run"),
@@ -87,7 +88,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, capsys: py
     result = last_line(capsys.readouterr().out)
     plan = result["plan"]
     assert (plan["units_that_learn"], plan["steps_per_update"], plan["updates"]) == (LEARNING_UNITS, UPDATE_STEPS, 3)
-    assert plan["battles_against"] == {"middle": 2, "strong": 2, "past selves": 2, "self": 2}
+    assert plan["battles_against"] == {"bots": 4, "past selves": 2, "self": 2}
     assert (result["config"]["ppo.seed"], result["config"]["arena.size"]) == (7, 16)
     assert not list(tmp_path.iterdir())
 
@@ -163,14 +164,29 @@ def test_a_signal_stops_after_the_update_with_a_checkpoint(
 
 
 @pytest.mark.slow
-def test_a_time_limit_ends_a_run_with_an_evaluation_and_reports_the_missed_schedule(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train("run", 10_000, "--minutes", "0.001", "--json") == 0
+def test_a_time_limit_ends_a_run_with_an_evaluation_and_more_time_continues_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run", 10_000, "--minutes", "0.000001", "--json") == 0
     shown = capsys.readouterr().out
     result = last_line(shown)
-    assert (result["status"], result["step"], result["evaluation"]["battles"]) == ("stopped", UPDATE_STEPS, 2)
-    assert "the time is up after update 1/10,000" in shown
-    assert f"--total-steps {UPDATE_STEPS}" in shown
-    assert "esper arena train --resume --run run" in shown
+    assert (result["status"], result["step"], result["evaluation"]["battles"]) == ("finished", UPDATE_STEPS, 2)
+    assert "finished after update 1/10,000" in shown
+    assert "esper arena eval run --against strong" in shown
+    resumed = ["arena", "train", "--resume", "--run", "run", "--json"]
+    assert main(resumed) == 0
+    shown = capsys.readouterr().out
+    assert last_line(shown)["status"] == "had finished"
+    assert f"had already finished its {UPDATE_STEPS} steps; ask for more with --total-steps or --minutes" in shown
+    taken = seconds_taken(Path("run"))
+    assert taken > 0
+    assert main([*resumed, "--minutes", str((taken + 0.01) / 60)]) == 0
+    result = last_line(capsys.readouterr().out)
+    assert result["status"] == "finished"
+    assert UPDATE_STEPS < result["step"] < 10_000 * UPDATE_STEPS
+    assert seconds_taken(Path("run")) >= taken + 0.01
+
+
+def test_no_time_was_taken_by_a_run_without_a_checkpoint() -> None:
+    assert seconds_taken(Path("nowhere")) == 0.0
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from esper.arena.config import ArenaConfig
+from esper.arena.config import ArenaConfig, ArenaRewardConfig
 from esper.league.config import ArenaTrainConfig, SelfPlayConfig, UnitNetworkConfig
 from esper.league.network import make_policy
 from esper.league.selfplay import SelfPlay
@@ -25,7 +25,14 @@ def small_training(
     *, arena: dict[str, Any] | None = None, selfplay: dict[str, Any] | None = None, ppo: dict[str, Any] | None = None, **settings: Any
 ) -> ArenaTrainConfig:
     """Eight battles of two seconds: two against each of two bots, one in each of two opponent slots, two against oneself."""
-    learner = {"num_steps": 8, "num_epochs": 1, "num_minibatches": 2, "bptt_length": 4, "normalize_observations": False}
+    learner = {
+        "num_steps": 8,
+        "gamma": ArenaRewardConfig().gamma,
+        "num_epochs": 1,
+        "num_minibatches": 2,
+        "bptt_length": 4,
+        "normalize_observations": False,
+    }
     return ArenaTrainConfig(
         arena=small_arena(**(arena or {})),
         selfplay=SelfPlayConfig(

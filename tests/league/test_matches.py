@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from esper.arena.config import ArenaConfig
+from esper.arena.native import layout as at
 from esper.arena.replay import Recorder, verify
 from esper.league import matches
 from esper.league.matches import MatchArena, Tally, play_and_record
+from esper.league.network import UnitActor
 from esper.replay_file import read_replay
+from esper.rl.policy import Policy
 from tests.league.arenas import small_arena, small_policy, small_training
 
 
@@ -34,37 +38,60 @@ def test_every_battle_is_counted_once_and_both_sides_are_played() -> None:
 def test_every_pair_of_battles_has_a_map_of_its_own_and_swapped_sides() -> None:
     place = match_arena(battles=6, maps=2, seconds=0.5)
     maps = []
-    place.play("weak", "middle", on_step=lambda result: maps.append(place.arena.state.status.map.clone()))
+    place.play("weak", "middle", on_step=lambda result: maps.append(place.arena.simulation.status[at.MAP].clone()))
     assert maps[0].tolist() == [0, 0, 1, 1, 2, 2]
-    heights = place.arena.atlas.worlds.height
+    heights = place.arena.grids.height
     assert all(not torch.equal(heights[one], heights[other]) for one, other in ((0, 1), (0, 2), (1, 2)))
 
 
-@pytest.mark.slow
-def test_a_match_of_a_bot_that_draws_nothing_against_itself_is_even_on_every_map() -> None:
-    result = match_arena(battles=4, seconds=4.0).play("middle", "middle")
-    assert result.record.score == 0.5
-    assert result.record.maps == (0, 0, 2, 0, 0)
+def marching_policy(arena: ArenaConfig, forward: int) -> Policy:
+    """Return a policy that always makes the same choice for the way forward, and moves in no other way."""
+    policy = small_policy(small_training(arena=msgspec.structs.asdict(arena)))
+    actor = policy.actor
+    assert isinstance(actor, UnitActor)
+    place_of = policy.distribution.output_slices
+    pointed = place_of["target"].stop - place_of["target"].start  # outputs that are not those of `plain`
+    with torch.no_grad():
+        for parameter in actor.parameters():
+            parameter.zero_()
+        for head, choice in {"forward": forward, "strafe": 1, "yaw": 2, "jets": 0}.items():
+            actor.plain.bias[place_of[head].start - pointed + choice] = 1.0
+    return policy
 
 
 @pytest.mark.slow
 def test_every_rival_in_a_match_meets_the_player_on_the_same_maps_as_alone() -> None:
-    config = small_arena(battles=4, seconds=2.0)
-    together = MatchArena(config, seed=1, device="cpu", rivals=2).play_all("middle", ["weak", "middle"])
-    place = MatchArena(config, seed=1, device="cpu")
-    alone = [place.play("middle", rival) for rival in ("weak", "middle")]
-    for one, other in zip(together, alone, strict=True):
+    """Players whose choices do not depend on their index in the batch, as the coins of bots do, have the same results."""
+    config = small_arena(battles=4, seconds=8.0)
+    player, standing = (marching_policy(config, forward) for forward in (2, 1))
+    together = MatchArena(config, seed=1, device="cpu", rivals=2)
+    results = together.play_all(player, [standing, player])
+    alone = MatchArena(config, seed=1, device="cpu")
+    expected = [alone.play(player, rival) for rival in (standing, player)]
+    for one, other in zip(results, expected, strict=True):
         assert (one.points, one.by_side, one.decisions, one.by_time) == (other.points, other.by_side, other.decisions, other.by_time)
-    assert together[0].won == (0, 1, 4, 5)  # places of the second rival lie between those of the first
-    assert together[1].won == ()
+    assert results[0].points != results[1].points
+    assert set(results[0].won) <= {0, 1, 4, 5}  # battles of the second rival lie between those of the first
+    assert results[0].won
+    assert set(results[1].won) <= {2, 3, 6, 7}
+
+
+@pytest.mark.slow
+def test_battles_with_all_rivals_begin_alike_on_the_same_maps() -> None:
+    config = small_arena(battles=4)
+    together, alone = (MatchArena(config, seed=1, device="cpu", rivals=rivals).arena for rivals in (2, 1))
+    first, second = together.reset().observation, alone.reset().observation
+    for battles in ([0, 1, 4, 5], [2, 3, 6, 7]):
+        assert torch.equal(first[battles], second)
+    assert not torch.equal(second[:2], second[2:])  # another map
 
 
 @pytest.mark.slow
 def test_other_maps_make_another_match_on_the_same_ground() -> None:
     place = match_arena(battles=2, seconds=0.5)
-    first = place.arena.atlas.worlds.height.clone()
+    first = place.arena.grids.height.clone()
     place.use_maps(7)
-    assert not torch.equal(place.arena.atlas.worlds.height, first)
+    assert not torch.equal(place.arena.grids.height, first)
     assert place.play("weak", "random") == MatchArena(place.config, seed=7, device="cpu").play("weak", "random")
 
 

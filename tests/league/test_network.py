@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -10,8 +11,9 @@ from esper.arena.arena import Arena
 from esper.arena.config import ArenaConfig
 from esper.arena.env import observation_spec, unit_rows
 from esper.arena.observe import parts
-from esper.arena.orders import FIRE, action_spec
-from esper.league.network import make_policy
+from esper.arena.orders import FIRE, MOTION_CHOICES, action_spec, as_motion
+from esper.league.config import UnitNetworkConfig
+from esper.league.network import UnitActor, make_policy
 from esper.rl.config import NetworkConfig
 from esper.rl.distributions import ActionDistribution
 from esper.rl.policy import Policy
@@ -19,9 +21,9 @@ from esper.vecenv import Actions, Masks, Obs
 from tests.league.arenas import UNIT, small_arena
 
 
-def policy_of(arena: ArenaConfig, *, seed: int = 0, **network: object) -> Policy:
+def policy_of(arena: ArenaConfig, *, seed: int = 0, unit: UnitNetworkConfig = UNIT, **network: object) -> Policy:
     settings = NetworkConfig(**{"hidden_size": 8, **network})  # type: ignore[arg-type]
-    return make_policy(UNIT, settings, arena, generator=torch.Generator().manual_seed(seed), device=torch.device("cpu"))
+    return make_policy(unit, settings, arena, generator=torch.Generator().manual_seed(seed), device=torch.device("cpu"))
 
 
 def seen_in(arena: ArenaConfig) -> tuple[Obs, Masks]:
@@ -40,12 +42,17 @@ def noise_like(arena: ArenaConfig, rows: int, *, requires_grad: bool = False) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"allies": 0}, {"team_size": 1}, {"state_view": True}, {"contacts": 3, "allies": 3}])
 @pytest.mark.parametrize("core", ["lstm", "none"])
-def test_a_policy_acts_on_what_units_of_any_arena_see(settings: dict[str, int], core: str) -> None:
+@pytest.mark.parametrize(("motion", "points"), [("categorical", True), ("gaussian", True), ("categorical", False)])
+def test_a_policy_acts_on_what_units_of_any_arena_see(settings: dict[str, int], core: str, motion: str, points: bool) -> None:
     arena = small_arena(battles=2, **settings)
     obs, masks = seen_in(arena)
-    actions, _ = policy_of(arena, core=core).act(obs, masks=masks, generator=torch.Generator().manual_seed(0))
-    assert actions["motion"].shape == (2 * arena.units, 4)
+    policy = policy_of(arena, core=core, unit=msgspec.structs.replace(UNIT, motion=motion, points=points))
+    actions, _ = policy.act(obs, masks=masks, generator=torch.Generator().manual_seed(0))
+    assert set(actions) == {"fire", "target", "vent", *(MOTION_CHOICES if motion == "categorical" else ("motion",))}
+    assert as_motion(actions)["motion"].shape == (2 * arena.units, 4)
     assert masks["fire"].gather(1, actions["fire"].unsqueeze(1)).all()
+    assert masks["target"].flatten(1).shape[1] == len(FIRE) * arena.contacts
+    Arena(arena, seed=0).step(as_motion(actions))  # it refuses wrong actions
 
 
 def test_only_the_critic_sees_the_whole_battle() -> None:
@@ -88,6 +95,58 @@ def test_the_order_of_allies_does_not_matter_and_that_of_contacts_gives_the_targ
     encoded = policy.encoder(obs)
     torch.testing.assert_close(policy.encoder(reversed_block(obs, arena, "allies")), encoded)
     assert not torch.allclose(policy.encoder(reversed_block(obs, arena, "contacts")), encoded)
+
+
+def target_of(policy: Policy, outputs: Tensor) -> Tensor:
+    """Return the logits of the targets."""
+    return outputs[:, policy.distribution.output_slices["target"]]
+
+
+def test_the_logits_of_targets_follow_the_encoded_contacts_when_these_are_permuted() -> None:
+    arena = small_arena(team_size=4, contacts=4, allies=3, state_view=True)
+    policy = policy_of(arena)
+    actor = policy.actor
+    assert isinstance(actor, UnitActor)
+    assert actor.query is not None
+    with torch.no_grad():
+        actor.query.weight.mul_(100.0)  # the first weights give nearly equal logits
+    features, _ = policy.step(noise_like(arena, 5), policy.initial_state(5))
+    order = torch.tensor([2, 0, 3, 1])
+    where = slice(actor.width, actor.width + 4 * actor.entity)
+    permuted = features.clone()
+    permuted[:, where] = features[:, where].unflatten(1, (4, -1))[:, order].flatten(1)
+    before, after = (policy.decide(some)[:, : policy.distribution.num_outputs] for some in (features, permuted))
+    assert target_of(policy, before).std(dim=1).min() > 0.01
+    torch.testing.assert_close(target_of(policy, after), target_of(policy, before)[:, order])
+    others = torch.ones(before.shape[1], dtype=torch.bool)
+    others[policy.distribution.output_slices["target"]] = False
+    assert torch.equal(before[:, others], after[:, others])
+
+
+def test_a_contact_changes_the_logit_of_its_own_target_beyond_what_it_changes_by_the_unit() -> None:
+    """The features that bypass the core hold the encoded contacts: each reaches the logit of its own place only."""
+    arena = small_arena(contacts=2)
+    policy = policy_of(arena)
+    actor = policy.actor
+    assert isinstance(actor, UnitActor)
+    features, _ = policy.step(noise_like(arena, 6), policy.initial_state(6))
+    features = features.detach().requires_grad_()
+    for place in range(2):
+        (gradient,) = torch.autograd.grad(target_of(policy, policy.decide(features))[:, place].sum(), features)
+        by_contact = gradient[:, actor.width : actor.width + 2 * actor.entity].unflatten(1, (2, -1))
+        assert by_contact[:, place].any()
+        assert not by_contact[:, 1 - place].any()
+
+
+def test_without_a_pointer_the_logits_of_targets_depend_on_the_units_features_alone() -> None:
+    arena = small_arena(contacts=2)
+    policy = policy_of(arena, unit=msgspec.structs.replace(UNIT, points=False))
+    actor = policy.actor
+    assert isinstance(actor, UnitActor)
+    features, _ = policy.step(noise_like(arena, 6), policy.initial_state(6))
+    changed = features.clone()
+    changed[:, actor.width :] += 1.0
+    assert torch.equal(policy.decide(changed), policy.decide(features))
 
 
 def test_the_initial_weights_depend_on_the_seed_only() -> None:

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from esper.arena.bots import BOTS
-from esper.arena.rewards import Rewards
+from esper.arena.arena import Arena, Rewards, StepResult
+from esper.arena.bots import BOTS, Bot
+from esper.arena.config import ArenaRewardConfig
+from esper.arena.native import layout as at
+from esper.arena.native.simulation import BEGIN, DECIDE
+from esper.arena.orders import as_motion
 from esper.config import ConfigError, load_saved
-from esper.league.config import ANCHORS, ArenaTrainConfig, LeagueConfig, SelfPlayConfig
+from esper.league.config import ANCHORS, RATED, ArenaTrainConfig, LeagueConfig, SelfPlayConfig
 from esper.league.events import LeagueChanged, RoundFought
-from esper.league.opponents import SELF, divide_battles
-from esper.league.players import BotPlayer, PolicyPlayer
+from esper.league.league import LEARNER
+from esper.league.opponents import SCRIPTED, SELF, BotOpponents, divide_battles
+from esper.league.players import side_rows
 from esper.league.record import WinRecord
 from esper.league.selfplay import SelfPlay
 from esper.runs import Event
 from esper.runs.events import scalars
 from esper.vecenv import Actions, Timestep
 from esper.vecenv.check import check_env, sample_actions
-from tests.league.arenas import attached, small_policy, small_training
+from tests.league.arenas import attached, small_arena, small_policy, small_training
 
 
 def steps(env: SelfPlay, timestep: Timestep, count: int, *, seed: int = 0) -> Iterator[Timestep]:
@@ -39,24 +46,28 @@ def drive(env: SelfPlay, timestep: Timestep, count: int, *, seed: int = 0) -> Ti
     return list(steps(env, timestep, count, seed=seed))[-1]
 
 
+def bot_rows(env: SelfPlay) -> Tensor:
+    """Return the rows of the units that bots drive."""
+    sides, battles = torch.nonzero(env.bots.bots >= 0, as_tuple=True)
+    return side_rows(battles, sides, team_size=env.config.arena.team_size)
+
+
 def test_the_learner_has_one_side_by_parity_and_both_sides_in_self_play() -> None:
     env = attached(small_training())
     teams, units = env.config.arena.team_size, env.config.arena.units
     expected = []
-    for group in env.opponent_groups:
-        for battle in group.battles.tolist():
-            sides = (0, 1) if group.name == SELF else (battle % 2,)
+    for name, battles in env.groups.items():
+        for battle in battles.tolist():
+            sides = (0, 1) if name == SELF else (battle % 2,)
             expected += [battle * units + side * teams + unit for side in sides for unit in range(teams)]
     assert sorted(env.rows.tolist()) == sorted(expected)
-    assert [(group.name, len(group.battles)) for group in env.opponent_groups] == [
-        ("random", 2), ("middle", 2), ("slot 0", 1), ("slot 1", 1), (SELF, 2)
-    ]  # fmt: skip
+    assert {name: len(battles) for name, battles in env.groups.items()} == {SCRIPTED: 4, "slot 0": 1, "slot 1": 1, SELF: 2}
     assert env.num_envs == len(expected) == 6 * teams + 2 * units
 
 
 def test_every_unit_is_driven_by_exactly_one_player() -> None:
     env = attached(small_training())
-    theirs = [row for group in env.opponent_groups if group.opponent is not None for row in group.opponent.rows.tolist()]
+    theirs = [row for rows in (bot_rows(env), *(player.rows for player in env.past.values())) for row in rows.tolist()]
     everybody = Counter(theirs + env.rows.tolist())
     assert everybody == Counter(range(env.config.arena.battles * env.config.arena.units))
 
@@ -68,45 +79,132 @@ def test_actions_of_the_learner_reach_its_own_rows_and_bots_act_in_the_others(mo
     step = env.arena.step
     monkeypatch.setattr(env.arena, "step", lambda actions: (heard.append(actions), step(actions))[1])
     timestep = env.reset()
-    bot = next(group.opponent for group in env.opponent_groups if isinstance(group.opponent, BotPlayer))
+    bot, theirs = Bot("middle", env.arena, seed=env.bots.seed), bot_rows(env)
     for seed in range(4):
-        expected = {name: value.clone() for name, value in bot.bot.act().items()}
+        expected = {name: value.clone() for name, value in bot.act().items()}
         given = sample_actions(env.action_spec, timestep.masks, env.num_envs, torch.Generator().manual_seed(seed))
         timestep = env.step(given)
-        for name, value in heard[-1].items():
-            assert torch.equal(value[env.rows], given[name])
-            assert torch.equal(value[bot.rows], expected[name][bot.rows])
+        assert heard[-1].keys() == expected.keys()
+        for name, value in as_motion(given).items():
+            assert torch.equal(heard[-1][name][env.rows], value)
+            assert torch.equal(heard[-1][name][theirs], expected[name][theirs])
+
+
+# Bots
+
+
+def ended(arena: Arena, *battles: int) -> StepResult:
+    """Return a result in which these battles have ended."""
+    flags = torch.zeros(arena.config.battles, dtype=torch.bool)
+    flags[list(battles)] = True
+    return arena.reset()._replace(ended=flags, is_first=False)
+
+
+def test_a_battle_keeps_its_bot_until_it_ends() -> None:
+    arena = Arena(small_arena(battles=4))
+    bots = BotOpponents(arena, torch.tensor([0, 1, 2]), torch.tensor([1, 0, 1]), seed=0)
+    weak, strong, expert = (BOTS.index(name) for name in ("weak", "strong", "expert"))
+    rng = np.random.default_rng(0)
+    bots.draw({"weak": 1.0}, rng)
+    bots.begin()
+    first = [[-1, weak, -1, -1], [weak, -1, weak, -1]]  # by side; no bot in the last battle
+    assert bots.bots.tolist() == first
+    bots.draw({"strong": 1.0}, rng)
+    bots.follow(ended(arena))
+    assert bots.bots.tolist() == first
+    bots.follow(ended(arena, 1, 3))
+    assert bots.bots.tolist() == [[-1, strong, -1, -1], [weak, -1, weak, -1]]
+    saved = bots.state_dict()
+    bots.draw({"expert": 1.0}, rng)
+    bots.follow(ended(arena, 0))
+    assert bots.bots.tolist() == [[-1, strong, -1, -1], [expert, -1, weak, -1]]
+    bots.load_state_dict(saved)
+    bots.follow(ended(arena, 2))
+    assert bots.bots.tolist() == [[-1, strong, -1, -1], [weak, -1, strong, -1]]  # the saved draw
+
+
+def test_bots_are_drawn_by_the_given_chances() -> None:
+    arena = Arena(small_arena(battles=2000, team_size=1, maps=1))
+    everywhere = torch.arange(2000)
+    bots = BotOpponents(arena, everywhere, everywhere % 2, seed=0)
+    bots.draw({"weak": 0.1, "middle": 0.6, "expert": 0.3}, np.random.default_rng(0))
+    bots.begin()
+    shares = torch.bincount(bots.bots.amax(0), minlength=len(BOTS)) / 2000
+    assert shares.tolist() == pytest.approx([0.0, 0.1, 0.6, 0.0, 0.0, 0.3], abs=0.04)  # four standard errors
 
 
 @pytest.mark.slow
-def test_rows_are_the_units_of_the_arena_and_dead_ones_are_neither_paid_nor_valid() -> None:
-    env = attached(small_training(arena={"seconds": 30.0}, selfplay={"bots": ("strong",), "enter_every": 1000}))
-    dead = 0
+@pytest.mark.parametrize("draw", ["difficulty", "even"])
+def test_chances_of_bots_follow_the_hardness_in_the_league_or_are_all_the_same(draw: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = attached(small_training(selfplay={"bots": ("random", "middle", "expert"), "bot_draw": draw, "enter_every": 1000}))
+    given: list[Mapping[str, float]] = []
+    monkeypatch.setattr(env.bots, "draw", lambda chances, rng: given.append(dict(chances)))
+    env.league.record(LEARNER, "random", WinRecord(wins=90, losses=10))
+    env.league.record(LEARNER, "expert", WinRecord(wins=10, losses=90))
+    drive(env, env.reset(), 9)  # a rollout, and a step after which the bots of the next one are drawn
+    (chances,) = given
+    assert sum(chances.values()) == pytest.approx(1.0)
+    assert chances.keys() == {"random", "middle", "expert"}
+    if draw == "even":
+        assert chances == dict.fromkeys(chances, 1 / 3)
+    else:
+        assert chances["random"] < chances["middle"] <= chances["expert"]
+
+
+@pytest.mark.slow
+def test_bots_change_only_where_a_battle_has_ended() -> None:
+    """Battles of 6 decisions, rollouts of 4: bots are drawn in the middle of battles."""
+    selfplay = {"enter_every": 1000, "bot_draw": "even"}
+    env = attached(small_training(arena={"battles": 16, "seconds": 1.5}, selfplay=selfplay, ppo={"num_steps": 4}))
+    timestep, changes, found = env.reset(), 0, set[int]()
+    before = env.bots.bots.clone()
+    assert (before >= 0).sum() == len(env.groups[SCRIPTED])
+    for _ in steps(env, timestep, 24):
+        assert env.result is not None
+        has_changed = (env.bots.bots != before).any(0)
+        assert not has_changed[~env.result.ended].any()
+        changes += int(has_changed.sum())
+        before = env.bots.bots.clone()
+        found |= set(before.flatten().tolist())
+    assert changes
+    assert found == {-1, BOTS.index("random"), BOTS.index("middle")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pays_dead", [True, False])
+def test_rows_are_the_units_of_the_arena_and_dead_ones_do_not_act(pays_dead: bool) -> None:
+    """If the dead are not paid, their rows are neither paid nor valid."""
+    reward = ArenaRewardConfig(pays_dead=pays_dead)
+    env = attached(small_training(arena={"seconds": 30.0, "reward": reward}, selfplay={"bots": ("strong",), "enter_every": 1000}))
+    dead = paid = 0
     for timestep in steps(env, env.reset(), 30):
         result = env.result
         assert result is not None
         assert torch.equal(timestep.obs["obs"], result.observation.flatten(0, 1)[env.rows])
         assert torch.equal(timestep.reward, result.reward.flatten()[env.rows])
         assert timestep.valid is not None
-        assert torch.equal(timestep.valid, result.was_alive.flatten()[env.rows])
-        assert not timestep.reward[~timestep.valid].any()
-        assert not timestep.terminated[~timestep.valid].any()
-        dead += int((~timestep.valid).sum())
+        assert timestep.acts is not None
+        assert torch.equal(timestep.acts, result.was_alive.flatten()[env.rows])
+        assert torch.equal(timestep.valid, torch.ones_like(timestep.acts) if pays_dead else timestep.acts)
+        dead += int((~timestep.acts).sum())
+        paid += int(timestep.reward[~timestep.acts].count_nonzero())
+        has_ended = result.ended.repeat_interleave(env.config.arena.units)[env.rows]
+        died = result.died.flatten()[env.rows]
+        assert torch.equal(timestep.terminated, has_ended if pays_dead else timestep.acts & (has_ended | died))
     assert dead
+    assert bool(paid) == pays_dead
 
 
 @pytest.mark.slow
 def test_each_observation_is_built_once_for_learner_bots_and_past_selves_together(monkeypatch: pytest.MonkeyPatch) -> None:
     env = with_members(attached(small_training(arena={"state_view": True}, selfplay={"enter_every": 1000})), "one")
-    built: list[int] = []
-    for owner, name in ((env.arena, "_observe"), (env.arena.observer, "whole_battle")):
-        view = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda state, view=view: (built.append(len(state.units.heat)), view(state))[1])
+    tasks: list[int] = []
+    run = env.arena.simulation.run
+    monkeypatch.setattr(env.arena.simulation, "run", lambda task: (tasks.append(task), run(task))[1])
     timestep = env.reset()
-    assert built == [8, 8]  # of all battles: what the units see, and what a centralised critic sees
     drive(env, timestep, 10)  # beyond a rollout, where past selves sit down, and the end of battles
     assert env.opponent_slots.names == ["one", "one"]
-    assert built == [8, 8] * 11
+    assert tasks == [BEGIN] + [DECIDE] * 10
 
 
 @pytest.mark.slow
@@ -123,6 +221,8 @@ def test_another_self_play_goes_on_where_the_first_was_saved() -> None:
     other.load_state_dict(one.state_dict())
     assert other.opponent_slots.state_dict() == one.opponent_slots.state_dict()
     assert torch.equal(other.opponent_slots.since, one.opponent_slots.since)
+    assert torch.equal(other.bots.bots, one.bots.bots)
+    assert torch.equal(other.bots.next, one.bots.next)
     assert (other.updates, other.decisions, other.overflow) == (one.updates, one.decisions, one.overflow)
     for left, right in zip(steps(one, last, 8, seed=1), steps(other, last, 8, seed=1), strict=True):
         assert torch.equal(left.obs["obs"], right.obs["obs"])
@@ -135,17 +235,25 @@ def test_another_self_play_goes_on_where_the_first_was_saved() -> None:
 def test_counted_results_equal_those_of_an_independent_count() -> None:
     events: list[Event] = []
     env = attached(small_training(), events=events)
-    counted: dict[str, list[int]] = {group.name: [0, 0, 0] for group in env.opponent_groups}
-    for number, _ in enumerate(steps(env, env.reset(), 3 * 8 + 1)):
+    counted: dict[str, list[int]] = {name: [0, 0, 0] for name in ("random", "middle", "slot 0", "slot 1", SELF)}
+    timestep = env.reset()
+    bots = env.bots.bots.amax(0).tolist()
+    opponents: dict[int, str | None] = {}  # past self that has begun each battle in a slot
+    for number, _ in enumerate(steps(env, timestep, 3 * 8 + 1)):
         if number == 3 * 8:
             break  # with this step the last round was told
         result = env.result
         assert result is not None
-        for group in env.opponent_groups:
-            for battle in group.battles.tolist():
+        for name, battles in env.groups.items():
+            for battle in battles.tolist():
+                now = env.opponent_slots.name(name) if name in env.past else None
+                is_whole = opponents.setdefault(battle, now) == now
                 if bool(result.ended[battle]):
                     winner = int(result.winner[battle])
-                    counted[group.name][1 if winner < 0 else 0 if winner == battle % 2 else 2] += 1
+                    opponent = BOTS[bots[battle]] if name == SCRIPTED else name
+                    counted[opponent][1 if winner < 0 else 0 if winner == battle % 2 else 2] += is_whole
+                    del opponents[battle]
+        bots = env.bots.bots.amax(0).tolist()  # of the battles that go on or have just begun
     rounds = [event for event in events if isinstance(event, RoundFought)]
     assert [event.update for event in rounds] == [1, 2, 3]
     for name in ("random", "middle", SELF):
@@ -154,13 +262,14 @@ def test_counted_results_equal_those_of_an_independent_count() -> None:
     others = [counts for event in rounds for name, counts in event.results.items() if name not in ("random", "middle", SELF)]
     in_slots = [sum(counts[which] for counts in others) for which in range(3)]
     assert in_slots == [counted["slot 0"][which] + counted["slot 1"][which] for which in range(3)]
-    assert sum(counted["random"]) == 2 * 3  # battles of 8 decisions at most, of which 24 were taken
+    assert sum(counted["random"]) + sum(counted["middle"]) == 4 * 3  # battles of 8 decisions at most, of which 24 were taken
+    assert all(sum(counted[name]) for name in ("random", "middle"))
 
 
 @pytest.mark.slow
-def test_reported_parts_of_the_reward_sum_to_the_learners_reward() -> None:
+def test_reported_parts_of_the_reward_sum_to_the_learners_reward_without_zero_sum() -> None:
     events: list[Event] = []
-    config = small_training()
+    config = small_training(arena={"reward": ArenaRewardConfig(zero_sum=0.0)})
     env = attached(config, events=events)
     paid, parts = torch.zeros(env.num_envs), dict.fromkeys(Rewards._fields, 0.0)
     for timestep in steps(env, env.reset(), 8):
@@ -178,11 +287,13 @@ def test_reported_parts_of_the_reward_sum_to_the_learners_reward() -> None:
 
 
 def test_win_rates_by_opponent_are_shown() -> None:
-    fought = RoundFought(update=3, results={"strong": (3, 2, 5), "self": (0, 0, 0)}, opponents=[], team=2, overflow=0, reward={"kill": 0.5})
+    results = {"strong": (3, 2, 5), "self": (0, 0, 0)}
+    fought = RoundFought(update=3, results=results, opponents=[], team=2, overflow=0, agent_steps=40, reward={"kill": 0.5})
     assert scalars(fought) == {
         "round_fought/update": 3,
         "round_fought/team": 2,
         "round_fought/overflow": 0,
+        "round_fought/agent_steps": 40,
         "round_fought/reward/kill": 0.5,
         "round_fought/battles/strong": 10,
         "round_fought/win_rate/strong": 0.4,
@@ -196,10 +307,10 @@ def test_teams_grow_with_the_updates() -> None:
     config = small_training(arena={"team_size": 3, "seconds": 1.0}, selfplay=selfplay, ppo={"num_steps": 4})
     env = attached(config, events=events)
     timestep = env.reset()
-    sizes = [int(env.arena.state.units.present[0, :3].sum())]
+    sizes = [int(env.arena.simulation.number[at.IS_PRESENT, 0, :3].sum())]
     for _ in range(6):
         timestep = drive(env, timestep, 4)
-        sizes.append(int(env.arena.state.units.present[0, :3].sum()))
+        sizes.append(int(env.arena.simulation.number[at.IS_PRESENT, 0, :3].sum()))
     told = [event.team for event in events if isinstance(event, RoundFought)]
     assert told == [1, 2, 2, 3, 3]
     assert sizes == [1, 1, 1, 2, 2, 3, 3]  # battles of 4 decisions begin with the rollouts, and take the size of that moment
@@ -210,8 +321,7 @@ def test_the_first_to_enter_is_promoted_and_fills_a_slot_without_the_memories_of
     events: list[Event] = []
     env = attached(small_training(), events=events)
     timestep = drive(env, env.reset(), 16)  # two rollouts; the second is told with the next step
-    player = next(group.opponent for group in env.opponent_groups if group.name == "slot 0")
-    assert isinstance(player, PolicyPlayer)
+    player = env.past["slot 0"]
     assert env.opponent_slots.names == [None, None]
     assert player.state.any()
     memories: list[Any] = []
@@ -220,7 +330,7 @@ def test_the_first_to_enter_is_promoted_and_fills_a_slot_without_the_memories_of
     drive(env, timestep, 1)
     changes = [event for event in events if isinstance(event, LeagueChanged)]
     assert [(event.name, event.is_promoted) for event in changes] == [("update-2", True)]
-    assert set(changes[0].against) == set(BOTS)
+    assert set(changes[0].against) == set(RATED)
     assert all(sum(counts) == env.config.selfplay.entry_battles for counts in changes[0].against.values())
     assert env.opponent_slots.names == ["update-2", "update-2"]
     assert all(torch.equal(value, env.league.weights["update-2"][name]) for name, value in player.policy.state_dict().items())
@@ -238,12 +348,12 @@ def test_a_slot_without_a_past_self_holds_the_learner_of_today() -> None:
     with torch.no_grad():
         for parameter in env.learner.parameters():
             parameter.add_(0.01)
-    player = next(group.opponent for group in env.opponent_groups if group.name == "slot 1")
-    assert isinstance(player, PolicyPlayer)
-    before = player.policy.log_std.clone()
+    player = env.past["slot 1"]
+    before = {name: value.clone() for name, value in player.policy.state_dict().items()}
     drive(env, timestep, 1)
-    assert torch.equal(player.policy.log_std, env.learner.log_std)
-    assert not torch.equal(player.policy.log_std, before)
+    today = env.learner.state_dict()
+    assert all(torch.equal(value, today[name]) for name, value in player.policy.state_dict().items())
+    assert any(not torch.equal(value, before[name]) for name, value in today.items())
 
 
 @pytest.mark.slow
@@ -304,7 +414,7 @@ def test_only_battles_that_a_past_self_began_are_credited_to_it() -> None:
     selfplay = {"enter_every": 1000, "slot_rollouts": 100, "opponent_slots": 1}
     config = small_training(arena={"seconds": 1.5}, selfplay=selfplay, ppo={"num_steps": 4})
     env = with_members(attached(config, events=events), "one")
-    place = next(group.battles for group in env.opponent_groups if group.name == "slot 0").tolist()
+    place = env.groups["slot 0"].tolist()
     whole, cut = 0, 0
     began = dict.fromkeys(place, 0)
     for number, _ in enumerate(steps(env, env.reset(), 5 * 4 + 1)):
@@ -325,13 +435,20 @@ def test_shots_without_a_free_slot_are_reported_once() -> None:
     events: list[Event] = []
     env = attached(small_training(selfplay={"enter_every": 1000}, ppo={"num_steps": 4}), events=events)
     timestep = env.reset()
-    env.arena.state.status.overflow[2] += 3
+    env.arena.overflow[2] += 3
     drive(env, timestep, 4 * 3 + 1)
     assert [event.overflow for event in events if isinstance(event, RoundFought)] == [3, 0, 0]
 
 
 def test_the_anchors_of_a_config_are_all_existing_bots() -> None:
-    assert ANCHORS == BOTS == attached(small_training()).league.anchors
+    assert ANCHORS == BOTS
+    assert set(attached(small_training()).league.anchors) <= set(BOTS)
+
+
+def test_bots_of_the_training_that_are_not_rated_are_anchors_too() -> None:
+    assert "strong-v1" not in RATED
+    anchors = attached(small_training(selfplay={"bots": ("strong-v1", "weak", "strong-v1")})).league.anchors
+    assert sorted(anchors) == sorted({*RATED, "strong-v1", "weak"})
 
 
 def test_a_config_that_deals_more_than_all_battles_is_refused() -> None:
@@ -348,30 +465,27 @@ def test_a_config_that_deals_more_than_all_battles_is_refused() -> None:
 
 
 def test_too_few_battles_for_the_opponents_are_an_error_that_names_them() -> None:
-    with pytest.raises(ValueError, match=r"1 battles cannot be divided into .*'middle': 0.*use at least 5 battles"):
+    with pytest.raises(ValueError, match=r"1 battles cannot be divided into .*'bots': 0.*use at least 5 battles"):
         attached(small_training(arena={"battles": 1}))
-    with pytest.raises(ValueError, match=r"3 battles cannot be divided into .*use at least 4 battles"):
-        attached(
-            small_training(
-                arena={"battles": 3}, selfplay={"bots": ("random", "weak", "middle", "strong"), "bot_share": 0.9, "past_share": 0.0}
-            )
-        )
+    with pytest.raises(ValueError, match=r"3 battles cannot be divided into .*'slot 0': 0.*use at least 6 battles"):
+        attached(small_training(arena={"battles": 3}, selfplay={"bot_share": 0.9, "past_share": 0.1, "opponent_slots": 1}))
 
 
 def test_battles_too_few_for_all_opponents_are_refused_with_the_number_needed() -> None:
-    config = SelfPlayConfig(bots=("weak", "strong", "strong"), bot_share=0.6, past_share=0.1, opponent_slots=2)
+    config = SelfPlayConfig(bots=("weak", "strong"), bot_share=0.6, past_share=0.1, opponent_slots=2)
     with pytest.raises(ValueError, match=r"'slot 0': 0.*at least one for each opponent; use at least 11 battles"):
         divide_battles(config, 8)
     for battles in range(11, 40):
         divided = divide_battles(config, battles)
         assert sum(divided.values()) == battles
-        assert {"weak", "strong", "slot 0", "slot 1"} <= set(divided)
+        assert {SCRIPTED, "slot 0", "slot 1"} <= set(divided)
 
 
 def test_all_units_learn_without_bots_and_past_selves() -> None:
     env = attached(small_training(selfplay={"bot_share": 0.0, "past_share": 0.0}))
     assert env.num_envs == 8 * 4
-    assert [group.name for group in env.opponent_groups] == [SELF]
+    assert list(env.groups) == [SELF]
+    assert (env.bots.bots == -1).all()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -384,8 +498,7 @@ def test_past_selves_may_be_on_another_device() -> None:
     chance = torch.Generator(device="cuda").manual_seed(0)
     for _ in range(20):
         timestep = env.step(sample_actions(env.action_spec, timestep.masks, env.num_envs, chance, device="cuda"))
-    player = next(group.opponent for group in env.opponent_groups if group.name == "slot 0")
-    assert isinstance(player, PolicyPlayer)
+    player = env.past["slot 0"]
     assert (player.policy.device.type, player.rows.device.type) == ("cpu", "cuda")
     assert None not in env.opponent_slots.names
     assert player.state.any()

@@ -1,5 +1,6 @@
 """The learner: collecting, the loss, schedules, warnings, and recovery from values that are not finite."""
 
+import dataclasses
 import math
 import statistics
 
@@ -121,6 +122,75 @@ def test_micro_batches_give_the_gradients_of_the_whole(micro_batches, ratio):
     pieces = gradient_of(config(ratio=ratio, micro_batches=micro_batches))
     assert whole.abs().max() > 0
     assert torch.allclose(whole, pieces, atol=1e-6)
+
+
+class Watching(Counting):
+    """The last two of six environments are real, but their actions have no effect."""
+
+    acts = torch.tensor([True, True, True, True, False, False])
+
+    def step(self, actions):
+        return dataclasses.replace(super().step(actions), acts=self.acts)
+
+
+def test_rollouts_keep_which_actions_had_an_effect():
+    ppo = PPO(Watching(6, length=5, spec=MIXED), config())
+    assert torch.equal(ppo.collect().acts, Watching.acts.expand(16, 6))
+    ppo.collector.env.acts = None
+    assert ppo.collect().acts.all()  # the memory of the rollout is used again
+
+
+def gradients_of(ratio, *, acts=True, choices=None, rewards=None):
+    """Return the gradients of actor, critic and all weights, after some changes of the last two environments in a rollout."""
+    settings = config(ratio=ratio, normalize_values=False)
+    ppo = PPO(Watching(6, length=5, spec=MIXED), settings)
+    rollout = ppo.collect()
+    if not acts:
+        rollout.acts.fill_(True)
+    if choices is not None:  # other choices of all heads, with the log-probabilities that they had
+        rollout.choice.picked[:, 4:] = (rollout.choice.picked[:, 4:] + choices) % 2
+        rollout.choice.latent[:, 4:] += 0.3 * choices
+    if rewards is not None:
+        rollout.rewards[:, 4:] += rewards
+    batch = prepare(rollout, ppo.policy, settings, None)
+    fragments = pack(batch.starts, torch.arange(6).numpy(), length=16)
+    terms = ppo.learner._backward(batch, fragments, batch.counts([fragments])[0], ppo.learner._coefficients(batch, 0.0))
+    assert terms.value_loss > 0
+    actor, critic = (
+        torch.cat([weight.grad.flatten().clone() for weight in part.parameters()]) for part in (ppo.policy.actor, ppo.policy.critic)
+    )
+    return actor, critic, ppo.learner.gradient.clone()
+
+
+@pytest.mark.parametrize("ratio", ["per_head", "joint"])
+def test_actions_without_an_effect_have_no_part_in_the_gradient(ratio):
+    """Their choices do not matter, bit for bit. Without the flag they do."""
+    for flagged in (True, False):
+        *_, before = gradients_of(ratio, acts=flagged)
+        *_, after = gradients_of(ratio, acts=flagged, choices=1)
+        assert before.abs().max() > 0
+        assert torch.equal(before, after) == flagged
+
+
+@pytest.mark.parametrize("ratio", ["per_head", "joint"])
+def test_rewards_of_steps_without_an_effect_teach_the_critic_alone(ratio):
+    for flagged in (True, False):
+        actor, critic, _ = gradients_of(ratio, acts=flagged)
+        other_actor, other_critic, _ = gradients_of(ratio, acts=flagged, rewards=3.0)
+        assert actor.abs().max() > 0
+        assert torch.equal(actor, other_actor) == flagged
+        assert not torch.allclose(critic, other_critic)
+
+
+def test_heads_matter_only_where_actions_have_an_effect():
+    ppo = PPO(Watching(6, length=5, spec=MIXED), config(num_epochs=1))
+    ppo.collector.env.acts = torch.zeros(6, dtype=torch.bool)
+    before = [weight.detach().clone() for weight in ppo.policy.actor.parameters()]
+    outcome = ppo.update(ppo.collect())
+    assert outcome.mattered == [False, False, False]
+    assert (outcome.policy_loss, outcome.total_kl) == (0.0, 0.0)
+    assert outcome.value_loss > 0
+    assert all(torch.equal(weight, old) for weight, old in zip(ppo.policy.actor.parameters(), before, strict=True))
 
 
 @pytest.mark.slow
@@ -535,6 +605,55 @@ def test_an_entropy_floor_keeps_the_entropy_of_a_head_up():
 def test_the_learning_rate_falls_to_zero_where_it_is_asked_to():
     rates = [update.learning_rate for update in PPO(Counting(), config(learning_rate_schedule="linear")).train(total_steps=16 * 3 * 4)]
     assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+
+
+TIMED = {"learning_rate": 1.0, "learning_rate_end": 0.2, "learning_rate_schedule": "linear"}
+
+
+def rates(ppo, clock, *, seconds, total_steps=10**9, pause=0.0):
+    """Train while the environment takes 10 s per rollout, and the caller `pause` after each update. Return the learning rates."""
+    step = ppo.env.step
+    ppo.env.step = lambda actions: (clock.sleep(10 / 16), step(actions))[1]
+    found = []
+    for update in ppo.train(total_steps, seconds=seconds):
+        found.append(update.learning_rate)
+        clock.sleep(pause)
+    return found
+
+
+def test_schedules_follow_the_time_and_training_ends_with_it(clock):
+    ppo = PPO(Counting(), config(**TIMED))
+    assert rates(ppo, clock, seconds=40.0) == pytest.approx([1.0, 0.8, 0.6, 0.4], abs=0.01)
+    assert ppo.seconds == pytest.approx(40.0, rel=0.02)
+    assert ppo.progress(10**9, 40.0) == 1.0
+    assert learning_rate_at(ppo.config, ppo.progress(10**9, 40.0)) == TIMED["learning_rate_end"]
+    assert list(ppo.train(10**9, seconds=40.0)) == []  # nothing is left of it
+
+
+def test_time_that_the_caller_takes_between_updates_counts(clock):
+    assert rates(PPO(Counting(), config(**TIMED)), clock, seconds=40.0, pause=10.0) == pytest.approx([1.0, 0.8, 0.4], abs=0.01)
+
+
+def test_schedules_follow_steps_or_time_whichever_is_ahead(clock):
+    ppo = PPO(Counting(), config(**TIMED))
+    assert rates(ppo, clock, seconds=1000.0, total_steps=4 * 48) == pytest.approx([1.0, 0.8, 0.6, 0.4])
+    assert [ppo.progress(8 * 48, seconds) for seconds in (None, 1000.0)] == [0.5, 0.5]
+    ppo.seconds = 900.0
+    assert [ppo.progress(8 * 48, seconds) for seconds in (None, 1000.0, 100.0)] == [0.5, 0.9, 1.0]
+
+
+def test_a_resumed_training_has_the_rest_of_its_time(clock):
+    first = PPO(Counting(), config(**TIMED))
+    assert rates(first, clock, seconds=20.0) == pytest.approx([1.0, 0.6], abs=0.01)
+    second = PPO(Counting(), config(**TIMED))
+    second.load_state_dict(first.state_dict())
+    assert second.seconds == first.seconds
+    assert rates(second, clock, seconds=40.0) == pytest.approx([0.6, 0.4], abs=0.01)
+    older = first.state_dict()
+    del older["counters"]["seconds"]
+    third = PPO(Counting(), config(**TIMED))
+    third.load_state_dict(older)
+    assert third.seconds == 0.0
 
 
 def test_a_learning_rate_rises_and_falls_as_its_schedule_says():

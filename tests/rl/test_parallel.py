@@ -22,10 +22,9 @@ from esper.rl.policy import Policy
 from esper.rl.ppo import PPO
 from esper.runs import read
 from esper.runs.folder import CHECKPOINTS
-from esper.runs.tensors import split
 from esper.statistics import RunningMoments, sums_of
 from esper.vecenv import ActionSpec, Continuous, Discrete, Relevance, make
-from tests.commands import last_line, wait_for
+from tests.commands import assert_same_state, last_line, wait_for
 from tests.processes import Process, results_of_ranks, torchrun
 from tests.rl.counting import Counting
 
@@ -341,10 +340,9 @@ def test_a_run_under_torchrun_that_is_stopped_and_resumed_equals_one_that_was_no
     output, errors = again.communicate(timeout=90)
     assert again.returncode == 0, errors
     assert last_line(output)["status"] == "finished"
-    one, other = (split(open_store(tmp_path / name).load("latest").state["ppo"]) for name in ("whole", "stopped"))
-    assert one[0] == other[0]
-    assert len(one[0]["dict"]["other_ranks"]) == RANKS - 1
-    assert all(torch.equal(tensor, other[1][name]) for name, tensor in one[1].items())
+    one, other = (open_store(tmp_path / name).load("latest").state["ppo"] for name in ("whole", "stopped"))
+    assert_same_state(one, other)
+    assert len(one["other_ranks"]) == RANKS - 1
     records = [list(read(tmp_path / name / "events.jsonl")) for name in ("whole", "stopped")]
     updates = [[record.event.mean_return for record in run if isinstance(record.event, Update)] for run in records]
     assert updates[0] == updates[1]

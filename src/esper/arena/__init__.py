@@ -1,4 +1,4 @@
-"""Batched team battles: B battles of U units as one tensor program.
+"""Batched team battles: many battles at once, by rules that Numba compiles.
 
 Names are imported on first use, so `from esper.arena.config import ArenaConfig` does not import torch.
 """
@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from esper.arena.bots import BOTS as BOTS, Bot as Bot
     from esper.arena.config import ArenaConfig as ArenaConfig, ArenaRewardConfig as ArenaRewardConfig
     from esper.arena.env import ArenaEnv as ArenaEnv
+    from esper.arena.gymnasium_vector import ArenaVectorEnv as ArenaVectorEnv
     from esper.arena.pettingzoo import parallel_env as parallel_env
     from esper.arena.recorder import Recorder as Recorder
     from esper.arena.replay import verify as verify
+    from esper.arena.scenarios import SCENARIOS as SCENARIOS, Scenario as Scenario, find_scenario as find_scenario
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -20,20 +20,23 @@ FEWEST_PROJECTILES = 48  # smallest number of projectile slots in one battle
 
 
 class ArenaRewardConfig(Config):
-    """Weights of the parts of a unit's reward. Each part is a function in `esper.arena.rewards`."""
+    """Weights of the parts of a unit's reward."""
+
+    REMOVED: ClassVar = {"zone_lost": 0.0}
 
     zone: NonNegativeFloat = 0.05  # for each second that the own team holds the zone
-    zone_lost: NonNegativeFloat = 0.0  # cost of each second that the other team holds it; if deaths cost little, this rewards dying early
     damage: NonNegativeFloat = 1.0  # for damage equal to the victim's full hit points
     hurt: NonNegativeFloat = 0.2  # cost of damage by weapons equal to the own full hit points, whoever fired
     friendly_fire: NonNegativeFloat = 1.0  # cost of damage equal to the full hit points of a unit of the own team, oneself included
     kill: NonNegativeFloat = 0.5  # for the unit that did the most damage in the decision in which the victim died
     assist: NonNegativeFloat = 0.2  # for every other unit that damaged the victim shortly before
     death: NonNegativeFloat = 0.2  # cost of the own death
-    outcome: NonNegativeFloat = 2.0  # for living units when the team wins the battle; half of it for a draw
+    outcome: NonNegativeFloat = 2.0  # for a battle that the team wins, and the cost of one that it loses; a draw pays nothing
     approach: NonNegativeFloat = 0.5  # difference of potential between standing in the zone and being a whole map away from it
-    team_share: Fraction = 0.3  # share of the rewards for damage, kills and assists that is divided among the living units of the team
-    gamma: Fraction = 0.99  # discount of the learner; approach pays gamma times the new potential minus the old one
+    team_share: Fraction = 0.3  # share of the rewards for damage, kills and assists that is divided among the team
+    zero_sum: Fraction = 1.0  # share of the other team's mean reward, without the outcome, that is subtracted; 1: even trades pay nothing
+    pays_dead: bool = True  # the dead get what their team gets until the battle ends; false: a unit's episode ends with its death
+    gamma: Fraction = 0.997  # discount of the learner; approach pays gamma times the new potential minus the old one
 
 
 class ArenaConfig(Config):
@@ -46,7 +49,7 @@ class ArenaConfig(Config):
     smallest_team: TeamSize | None = None  # draw the team size of each battle from this to `team_size`; None: always `team_size`
     pack: tuple[str, ...] = PACK  # classes of a team's units in order, repeated if the team is larger
     size: MapSize = 64  # columns on a side of the map
-    maps: Count = 128  # number of different maps
+    maps: Count = 1024  # number of different maps
     battles_per_map: PositiveInt | None = None  # this many neighbouring battles share a map; None: each battle draws a map
     landscapes: tuple[Landscape, ...] = ("city", "forest", "river", "ridges", "ruins")  # landscapes that maps are drawn from
     seconds: PositiveFloat = 125.0  # time limit of a battle

@@ -1,7 +1,8 @@
 """The arena as a `vecenv`: every unit of every battle is a row, and the caller drives both sides.
 
-A unit's episode ends when it dies or its battle ends. Rows of dead units are not valid until the next battle begins. Units observe the
-clock and both scores, so a battle that ends by time terminates; nothing is truncated.
+A unit's episode ends with its battle. A dead unit cannot act, but gets what its team gets, so its row teaches values only. If the dead are
+not paid (`ArenaRewardConfig.pays_dead`), an episode ends with the unit's death, and its row is not valid until the next battle begins.
+Units observe the clock and both scores, so a battle that ends by time terminates; nothing is truncated.
 
 Shapes: B = battles, U = units, N = B·U rows, all units of the first battle first.
 """
@@ -44,20 +45,7 @@ class ArenaEnv:
 
     def _timestep(self, result: StepResult) -> Timestep:
         self.result = result
-        terminated = ends(result).flatten()
-
-        def own(tensor: Tensor) -> Tensor:
-            """Copy the result of a captured step, because the next step overwrites it."""
-            return tensor.clone() if self.arena.is_recorded else tensor
-
-        return Timestep(
-            obs={name: own(value) for name, value in unit_rows(result).items()},
-            reward=own(result.reward.flatten()),
-            terminated=terminated,
-            truncated=torch.zeros_like(terminated),
-            masks={name: own(mask) for name, mask in result.masks.items()},
-            valid=own(result.was_alive.flatten()) if not result.is_first else None,
-        )
+        return timestep_of(result, self.config, torch.arange(self.num_envs, device=self.device))
 
     def close(self) -> None:
         """Raise if an action had a wrong value, which a GPU does not report at once."""
@@ -70,9 +58,23 @@ class ArenaEnv:
         self.arena.load_state_dict(state)
 
 
-def ends(result: StepResult) -> Tensor:
-    """Return the units [B, U] bool whose episode ended: they were alive, and died in this decision or their battle ended."""
-    return result.was_alive & (result.died | result.ended.unsqueeze(1))
+def timestep_of(result: StepResult, config: ArenaConfig, rows: Tensor) -> Timestep:
+    """Return copies of some rows of a result, given their indices among the B·U units."""
+    was_alive, ended = result.was_alive, result.ended.unsqueeze(1)
+    if config.reward.pays_dead:
+        valid, terminated = result.was_present, result.was_present & ended
+    else:
+        valid, terminated = was_alive, was_alive & (result.died | ended)
+    terminated = terminated.flatten()[rows]
+    return Timestep(
+        obs={name: value[rows] for name, value in unit_rows(result).items()},
+        reward=result.reward.flatten()[rows],
+        terminated=terminated,
+        truncated=torch.zeros_like(terminated),
+        masks={name: mask[rows] for name, mask in result.masks.items()},
+        valid=None if result.is_first else valid.flatten()[rows],
+        acts=None if result.is_first else was_alive.flatten()[rows],
+    )
 
 
 def unit_rows(result: StepResult) -> Obs:

@@ -1,21 +1,18 @@
 """The feed of a battle: lines of text about kills, falls, shutdowns, the zone, and the end.
 
-The feed follows from the battle, so the feed of a replay can be made again and compared. Units and events are those of one battle,
-[1, U, ...], on the CPU.
+The feed follows from the battle, so the feed of a replay can be made again and compared. Saved battles are those of
+`esper.arena.native.simulation`, of which the first is meant.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from esper.arena.config import ArenaConfig
-from esper.arena.decision import StepEvents
-from esper.arena.rewards import has_died, kill_table
-from esper.arena.state import Units
-from esper.arena.tables import make_tables
+from esper.arena.native import layout as at
+from esper.arena.native.simulation import Saved
 from esper.replay_file import FeedItem
 
 
@@ -24,18 +21,18 @@ class FeedWriter:
 
     def __init__(self, config: ArenaConfig, teams: tuple[str, str]) -> None:
         self.teams = teams
-        self.tables = make_tables(config, torch.device("cpu"))
         sides = [teams[index // config.team_size] for index in range(config.units)]
         self.names = [f"{name} {index % config.team_size + 1} of {sides[index]}" for index, name in enumerate(config.unit_classes)]
 
-    def decision(self, frame: int, was: Units, now: Units, step_events: StepEvents) -> list[FeedItem]:
-        """Return the feed items of the decision before a frame: kills, falls and shutdowns."""
-        died = has_died(was, now)
-        falls, stops = (now.fallen > 0) & (was.fallen == 0) & now.is_alive, now.is_shut_down & ~was.is_shut_down
+    def decision(self, frame: int, was: Saved, now: Saved, taken: Tensor) -> list[FeedItem]:
+        """Return the feed items of the decision before a frame: kills, falls and shutdowns. `taken` [U, U] is damage by attacker."""
+        alive, lives = (saved["unit"][0, at.HIT_POINTS] > 0 for saved in (was, now))
+        before, after = was["number"][0], now["number"][0]
+        falls = (after[at.FALLEN] > 0) & (before[at.FALLEN] == 0) & lives
+        stops = (after[at.IS_SHUT_DOWN] != 0) & (before[at.IS_SHUT_DOWN] == 0)
         items = []
-        killers = kill_table(died, step_events, self.tables)[0]
-        for unit in _which(died):
-            by = _killer(killers, step_events, unit)
+        for unit in _which(alive & ~lives):
+            by = _killer(taken[:, unit], unit)
             text = f"{self.names[unit]} is destroyed" if by is None else f"{self.names[by]} destroys {self.names[unit]}"
             items.append(FeedItem(frame=frame, kind="kill", by=by, unit=unit, text=text))
         items += [FeedItem(frame=frame, kind="fall", unit=unit, text=f"{self.names[unit]} falls") for unit in _which(falls)]
@@ -61,12 +58,17 @@ class FeedWriter:
 
 
 def _which(units: Tensor) -> list[int]:
-    return [int(unit) for unit in units[0].nonzero().flatten()]
+    return [int(unit) for unit in units.nonzero().flatten()]
 
 
-def _killer(killers: Tensor, step_events: StepEvents, unit: int) -> int | None:
-    """Return the unit that killed another: the enemy with the credit, else the friend or the victim itself; None if it was the terrain."""
-    if bool(killers[:, unit].any()):
-        return int(killers[:, unit].int().argmax())
-    taken = step_events.taken[0, :, unit]
+def _killer(taken: Tensor, unit: int) -> int | None:
+    """Return the unit that killed another, by the damage of all units to it [U].
+
+    It is the enemy that did the most, else the friend or the unit itself; None if it was the terrain.
+    """
+    team = len(taken) // 2
+    enemies = slice(team, None) if unit < team else slice(0, team)
+    by_enemies = taken[enemies]
+    if bool(by_enemies.any()):
+        return int(by_enemies.argmax()) + (team if unit < team else 0)
     return int(taken.argmax()) if bool(taken.any()) else None

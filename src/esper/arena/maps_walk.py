@@ -5,11 +5,18 @@ Shapes: M = maps, S = side of the map in columns; grids are [M, S, S].
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from esper.arena.specs import CLIMB_M, MATERIALS, Material
+from esper.jit import compiler
 
 
 def floor_height(height: Tensor, material: Tensor) -> Tensor:
@@ -47,29 +54,32 @@ def has_a_wide_way(height: Tensor, material: Tensor) -> Tensor:
 
 
 def _reached_from_first_corner(joined_x: Tensor, joined_y: Tensor) -> Tensor:
-    """Return [M, N, N] bool: columns that are joined to the column (0, 0) by any number of steps.
-
-    Sweeps run over all maps at once, along x and y in turn. A pair of sweeps follows a way past two of its bends.
-    """
-    count, side = joined_y.shape[:2]
-    along_x = joined_x.movedim(1, 0).contiguous()  # [N - 1, M, N]: one wave front is contiguous
-    along_y = joined_y.movedim(2, 0).contiguous()
-    reached = torch.zeros(side, count, side, dtype=torch.bool, device=joined_x.device)  # [i, M, j]
-    reached[0, :, 0] = True
-    for _ in range(side * side):  # no way has more bends than that
-        before = reached.clone()
-        _run_wave(reached, along_x)
-        turned = reached.movedim(2, 0).movedim(2, 1).contiguous()  # [j, M, i]
-        _run_wave(turned, along_y)
-        reached = turned.movedim(2, 0).movedim(2, 1).contiguous()
-        if torch.equal(before, reached):
-            break
-    return reached.movedim(0, 1)
+    """Return [M, N, N] bool: columns that are joined to the column (0, 0) by any number of steps."""
+    maps, side = joined_y.shape[:2]
+    reached = joined_x.new_zeros(maps, side, side)
+    _compiled_spread()(joined_x.numpy(), joined_y.numpy(), reached.numpy())
+    return reached
 
 
-def _run_wave(reached: Tensor, joined: Tensor) -> None:
-    """Spread `reached` [N, M, N] forward and back along its first dimension, over joined neighbours [N - 1, M, N], in place."""
-    for line in range(len(joined)):
-        reached[line + 1] |= reached[line] & joined[line]
-    for line in reversed(range(len(joined))):
-        reached[line] |= reached[line + 1] & joined[line]
+@functools.cache
+def _compiled_spread() -> Callable[[NDArray[Any], NDArray[Any], NDArray[Any]], None]:
+    return compiler((__file__,))(_spread)
+
+
+def _spread(joined_x: NDArray[Any], joined_y: NDArray[Any], reached: NDArray[Any]) -> None:
+    """Mark the columns that are reached from (0, 0), given which neighbours are joined along x [M, N - 1, N] and y [M, N, N - 1]."""
+    maps, side = reached.shape[:2]
+    stack = np.zeros(side * side, np.int32)  # columns whose neighbours are not marked yet
+    for m in range(maps):
+        reached[m, 0, 0] = True
+        stack[0], count = 0, 1
+        while count:
+            count -= 1
+            i, j = stack[count] // side, stack[count] % side
+            for x, y in ((i - 1, j), (i + 1, j), (i, j - 1), (i, j + 1)):
+                if not (0 <= x < side and 0 <= y < side) or reached[m, x, y]:
+                    continue
+                if joined_x[m, min(i, x), j] if x != i else joined_y[m, i, min(j, y)]:
+                    reached[m, x, y] = True
+                    stack[count] = x * side + y
+                    count += 1

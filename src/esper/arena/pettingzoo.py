@@ -6,8 +6,11 @@
         actions = {agent: env.action_space(agent).sample(observations[agent]["action_mask"]) for agent in env.agents}
         observations, rewards, terminations, truncations, infos = env.step(actions)
 
-An agent is a unit, named by team, number and class: "red_0_medium". It leaves when it dies, and all leave when the battle ends; the last
-observation is the end of the battle. For thousands of battles at once, use `esper.arena.env.ArenaEnv`.
+An agent is a unit, named by its team, its class and its number among the team's units of that class: "blue_scout_0" is the first scout of
+the second team. Names and their order never change: a team's units are in the order of `ArenaConfig.pack`, the red team first. All agents
+leave when the battle ends; the last observation is the end of the battle. A dead agent stays until then, because it is paid what its team
+gets: its actions have no effect. If the dead are not paid (`ArenaRewardConfig.pays_dead`), an agent leaves when it dies. `state()` is the
+whole battle, for a centralised critic. For many battles at once, use `esper.arena.gymnasium_vector` or `esper.arena.env.ArenaEnv`.
 """
 
 from __future__ import annotations
@@ -25,35 +28,45 @@ try:
 except ImportError as error:
     raise ImportError("esper.arena.pettingzoo needs PettingZoo: pip install 'esper-grow[gym]'") from error
 
-from esper.arena.arena import Arena, StepResult, no_actions
+from esper.arena.arena import StepResult, no_actions
 from esper.arena.config import ArenaConfig
+from esper.arena.manual_reset import ManualResetArena
 from esper.arena.observe import observation_width, state_width
+from esper.arena.scenarios import Scenario, find_scenario
 from esper.arena.specs import RULES_VERSION
-from esper.arena.state import State
-from esper.arena.zone import Ending
 from esper.config import from_mapping
 from esper.vecenv import Actions, ActionSpec, Discrete, Head
 
 TEAMS = ("red", "blue")  # first team, second team
 MAPS = 16  # default number of maps, smaller than usual, because a new seed makes all of them again
+STATE_LIMIT = 2.0  # larger than the absolute value of every number of the state; the largest are shares of a heat cap, up to 1.5
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def parallel_env(config: ArenaConfig | None = None, *, seed: int = 0, render_mode: str | None = None, **fields: Any) -> ArenaParallelEnv:
-    """Make an environment from a config, or from fields of an ArenaConfig: `parallel_env(team_size=2, landscapes=["city"])`."""
+def parallel_env(
+    config: ArenaConfig | str | None = None, *, seed: int = 0, render_mode: str | None = None, **fields: Any
+) -> ArenaParallelEnv:
+    """Make an environment from a config, from fields of one (`team_size=2, landscapes=["city"]`), or from the name of a scenario."""
     if config is not None and fields:
         raise ValueError(f"give a config or fields of one, not both; got a config and {sorted(fields)}")
     if fields:
         config = from_mapping(ArenaConfig, {"maps": MAPS, **fields})
-    return ArenaParallelEnv(config, seed=seed, render_mode=render_mode)
+    if not isinstance(config, str):
+        return ArenaParallelEnv(config, seed=seed, render_mode=render_mode)
+    scenario = find_scenario(config)
+    scenario.check_training_seed(seed)
+    env = ArenaParallelEnv(msgspec.structs.replace(scenario.arena, maps=MAPS), seed=seed, render_mode=render_mode)
+    env.scenario = scenario
+    return env
 
 
 class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # type: ignore[misc]  # PettingZoo has no types
     """One battle as a `ParallelEnv`; `battles` of the config is ignored.
 
-    An observation is {"observation": the vector of `esper.arena.observe`, "action_mask": int8 by head}. The infos have the agent's team
-    and, at the end, the winner: "red", "blue" or "draw". `reset(seed)` begins the first battle of that seed, `reset()` the next one.
+    An observation is {"observation": the vector of `esper.arena.observe`, "action_mask": int8 by head}. The infos have the agent's team,
+    whether it is alive and, at the end, the winner: "red", "blue" or "draw". `reset(seed)` begins the first battle of that seed, `reset()`
+    the next one.
     """
 
     metadata: dict[str, Any] = {"name": f"esper_arena_v{RULES_VERSION}", "render_modes": [], "is_parallelizable": True}
@@ -61,20 +74,18 @@ class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # typ
     def __init__(self, config: ArenaConfig | None = None, *, seed: int = 0, render_mode: str | None = None) -> None:
         if render_mode is not None:
             raise ValueError(f"this environment cannot render, so render_mode must be None; got {render_mode!r}")
-        self.config = msgspec.structs.replace(config or ArenaConfig(maps=MAPS), battles=1)
+        self.config = msgspec.structs.replace(config or ArenaConfig(maps=MAPS), battles=1, state_view=True)
         self.render_mode = render_mode
-        self._battle = _Battle(self.config, seed=seed)
+        self._battle = ManualResetArena(self.config, seed=seed)
+        self.scenario: Scenario | None = None  # whose test maps must not be used
         self._has_begun = False
         self.agents: list[str] = []
-        self.possible_agents = [
-            f"{TEAMS[unit // self.config.team_size]}_{unit % self.config.team_size}_{name}"
-            for unit, name in enumerate(self.config.unit_classes)
-        ]
+        self.possible_agents = agent_names(self.config)
         self._units = {agent: unit for unit, agent in enumerate(self.possible_agents)}
         # Each agent has its own spaces, so that each can be seeded.
         self.observation_spaces = {agent: _observation_space(self.config, self._battle.action_spec) for agent in self.possible_agents}
         self.action_spaces = {agent: OrderSpace(self._battle.action_spec) for agent in self.possible_agents}
-        self.state_space = spaces.Box(-np.inf, np.inf, (state_width(self.config),), np.float32)
+        self.state_space = spaces.Box(-STATE_LIMIT, STATE_LIMIT, (state_width(self.config),), np.float32)
 
     def observation_space(self, agent: str) -> spaces.Dict:
         return self.observation_spaces[agent]
@@ -86,9 +97,11 @@ class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # typ
         self, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
         """Begin the first battle of `seed`, or without a seed the next battle. `options` are ignored."""
+        if seed is not None and self.scenario is not None:
+            self.scenario.check_training_seed(seed)
         result = self._battle.next() if seed is None and self._has_begun else self._battle.reset(seed)
         self._has_begun = True
-        present = self._battle.state.units.is_alive[0].tolist()
+        present = self._battle.is_alive[0].tolist()
         self.agents = [agent for agent, unit in self._units.items() if present[unit]]
         return self._observed(result), {agent: self._info(agent) for agent in self.agents}
 
@@ -103,15 +116,16 @@ class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # typ
         reward, died = result.reward[0].tolist(), result.died[0].tolist()
         observations = self._observed(result)
         rewards = {agent: reward[self._units[agent]] for agent in self.agents}
-        terminations = {agent: has_ended or died[self._units[agent]] for agent in self.agents}
+        stays = self.config.reward.pays_dead
+        terminations = {agent: has_ended or (died[self._units[agent]] and not stays) for agent in self.agents}
         truncations = dict.fromkeys(self.agents, False)  # agents observe the clock, so the time limit terminates the battle
         infos = {agent: self._info(agent, result if has_ended else None) for agent in self.agents}
         self.agents = [agent for agent in self.agents if not terminations[agent]]
         return observations, rewards, terminations, truncations, infos
 
     def state(self) -> Array:
-        """Return the whole battle from the view of the first team: `esper.arena.observe.STATE_UNIT` for every unit."""
-        whole: Array = self._battle.observer.whole_battle(self._battle.state)[0, 0].numpy()
+        """Return the whole battle as the first team sees it: STATE_UNIT of `esper.arena.observe` for every unit, then STATE_BATTLE."""
+        whole: Array = self._battle.simulation.views["whole"][0, 0].numpy().copy()
         return whole
 
     def render(self) -> None:
@@ -121,7 +135,7 @@ class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # typ
         pass
 
     def _observed(self, result: StepResult) -> dict[str, dict[str, Any]]:
-        observation = result.observation[0].numpy()
+        observation = result.observation[0].numpy().copy()  # the next step overwrites it
         masks = {name: mask.numpy().astype(np.int8) for name, mask in result.masks.items()}
         return {
             agent: {"observation": observation[unit], "action_mask": {name: mask[unit] for name, mask in masks.items()}}
@@ -130,8 +144,8 @@ class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # typ
         }
 
     def _info(self, agent: str, ended: StepResult | None = None) -> dict[str, Any]:
-        team = {"team": agent.split("_")[0]}
-        return team if ended is None else {**team, "winner": (*TEAMS, "draw")[int(ended.winner[0])]}
+        info = {"team": agent.split("_")[0], "is_alive": bool(self._battle.is_alive[0, self._units[agent]])}
+        return info if ended is None else {**info, "winner": (*TEAMS, "draw")[int(ended.winner[0])]}
 
     def _gathered(self, actions: Mapping[str, Mapping[str, Any]]) -> Actions:
         """Check the actions and return those of all units [U, ...]. Units without an agent stand still."""
@@ -153,6 +167,16 @@ class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # typ
         return {name: torch.from_numpy(values) for name, values in gathered.items()}
 
 
+def agent_names(config: ArenaConfig) -> list[str]:
+    """Return the names of all units in order.
+
+    >>> agent_names(ArenaConfig(team_size=3, pack=("scout", "heavy")))
+    ['red_scout_0', 'red_heavy_0', 'red_scout_1', 'blue_scout_0', 'blue_heavy_0', 'blue_scout_1']
+    """
+    team = config.unit_classes[: config.team_size]
+    return [f"{color}_{name}_{team[:unit].count(name)}" for color in TEAMS for unit, name in enumerate(team)]
+
+
 class OrderSpace(spaces.Dict):
     """The action space of an agent. `sample(mask)` with the observed mask draws an allowed action; the target depends on the weapon."""
 
@@ -170,17 +194,6 @@ class OrderSpace(spaces.Dict):
                 allowed = allowed[drawn[head.parent]]
             drawn[head.name] = self.spaces[head.name].sample(mask=allowed)
         return drawn
-
-
-class _Battle(Arena):
-    """An arena that keeps an ended battle until `next` is called."""
-
-    def _begun_anew(self, after: State, ending: Ending) -> State:
-        return after
-
-    def next(self) -> StepResult:
-        self.state = self._sensed(self._fresh(self.place, self.state.status.episode + 1))
-        return self.look()
 
 
 def _head_space(head: Head) -> spaces.Space[Any]:

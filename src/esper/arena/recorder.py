@@ -11,13 +11,12 @@
 An arena replaces an ended battle within the same decision, so the recorder computes the last frame again from the one before it. All other
 frames are read from the arena.
 
-Shapes: B = battles, U = units, K = projectile slots of one unit, S = side of the map.
+Shapes: B = battles, U = units, K = saved battles, S = side of the map.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,10 @@ from torch import Tensor
 
 from esper.arena.arena import Arena, StepResult
 from esper.arena.config import DECISION_S, ArenaConfig
-from esper.arena.decision import StepEvents, decide
 from esper.arena.feed import FeedWriter
-from esper.arena.orders import Orders, read_orders
-from esper.arena.sensing import sense
+from esper.arena.native import layout as at
+from esper.arena.native.simulation import DECIDE_ONLY, Saved, Simulation, state_hash
 from esper.arena.specs import CLASSES, PHYSICS, RULES_VERSION, WEAPONS
-from esper.arena.state import Senses, State, named_tensors, state_hash
-from esper.arena.tables import Tables
 from esper.replay_file import ACTIONS, KEYFRAMES, UNIT_COLUMNS, FeedItem, Origin, ReplayError, ReplayInfo, StateHash, write_replay
 from esper.vecenv import Actions
 
@@ -47,15 +43,13 @@ class Recorder:
     def __init__(self, arena: Arena, battle: int, *, teams: tuple[str, str] = ("red", "blue"), keyframe_every: int = 40) -> None:
         if not 0 <= battle < arena.config.battles:
             raise ValueError(f"there is no battle {battle} to record; the arena has battles 0 to {arena.config.battles - 1}")
-        if arena.is_compiled:
-            raise ValueError("a compiled arena rounds differently, so its replay could not be verified; record in an arena without compile")
         self.arena, self.battle, self.teams, self.keyframe_every = arena, battle, teams, keyframe_every
         self.feed_writer = FeedWriter(arena.config, teams)
         self.is_over = False
         self.winner: int | None = None  # None: a draw, or not over yet
         self._frames: list[dict[str, Tensor]] = []
         self._actions: list[dict[str, Tensor]] = []
-        self._keyframes: dict[int, dict[str, Tensor]] = {}
+        self._keyframes: dict[int, Saved] = {}
         self._changes: list[Tensor] = []
         self._feed_items: dict[int, list[FeedItem]] = {}
         self._end: FeedItem | None = None
@@ -66,18 +60,20 @@ class Recorder:
         """Record the first frame. Call it after the reset and before the first decision."""
         if self._frames:
             raise ValueError("this recorder has begun already; make a new one for another battle")
-        self._now = self._here()
-        decision = int(self._now.status.decision)
-        if decision:
-            raise ValueError(f"battle {self.battle} has had {decision} decisions already; call begin() at the beginning of a battle")
+        self._now = self.arena.simulation.saved([self.battle])
+        status = self._now["status"][0]
+        if status[at.DECISION]:
+            raise ValueError(
+                f"battle {self.battle} has had {status[at.DECISION]} decisions already; call begin() at the beginning of a battle"
+            )
+        self._map = int(status[at.MAP])
         self._origin = Origin(
             config=msgspec.to_builtins(self.arena.config),
             place=self.battle,
-            episode=int(self._now.status.episode),
-            largest_team=int(self.arena.largest_team),
+            episode=int(status[at.EPISODE]),
+            largest_team=int(status[at.LARGEST_TEAM]),
         )
-        units = self._now.units.heat.shape[1]
-        self._keep(self._now, torch.full((1, units, 2), -1, dtype=torch.int8), is_last=False)
+        self._keep(self._now, torch.full((self.arena.config.units, 2), -1, dtype=torch.int8), is_last=False)
 
     def add(self, actions: Actions, result: StepResult) -> None:
         """Record one decision, given the actions of all battles and their result. Does nothing after the end of the battle."""
@@ -85,24 +81,23 @@ class Recorder:
             raise ValueError("call begin() at the beginning of the battle, and add() after each decision")
         if self.is_over:
             return
-        assert result.step_events is not None, "this is the result of a reset"
+        assert not result.is_first, "this is the result of a reset"
         config, before = self.arena.config, self._now
         rows = slice(self.battle * config.units, (self.battle + 1) * config.units)
-        own = {name: value[rows].cpu() for name, value in actions.items()}
-        step_events = StepEvents(*(part[self.battle : self.battle + 1].cpu() for part in result.step_events))
+        own = {name: value[rows].to("cpu", copy=True) for name, value in actions.items()}
         self.is_over = bool(result.ended[self.battle])
-        after = self._last(before, own) if self.is_over else self._here()
+        simulation, index = self._again(before, own) if self.is_over else (self.arena.simulation, self.battle)
+        after = simulation.saved([index])
 
-        orders = read_orders(own, before.senses, before.units, self.feed_writer.tables, battles=1)
         self._actions.append(_written(own, before))
-        self._keep(after, shots(orders, step_events), is_last=self.is_over)
+        self._keep(after, shots(simulation)[index], is_last=self.is_over)
         frame = len(self._actions)
-        self._feed_items[frame] = self.feed_writer.decision(frame, before.units, after.units, step_events)
+        self._feed_items[frame] = self.feed_writer.decision(frame, before, after, simulation.state["taken"][:, index].cpu())
         if self.is_over:
             winner = int(result.winner[self.battle])
             self.winner = None if winner < 0 else winner
             is_by_time = bool(result.by_time[self.battle])
-            self._end = self.feed_writer.end(frame, after.units.is_alive[0], self.winner, is_by_time=is_by_time)
+            self._end = self.feed_writer.end(frame, after["unit"][0, at.HIT_POINTS] > 0, self.winner, is_by_time=is_by_time)
         self._now = after
 
     def write(self, path: Path | str) -> Path:
@@ -113,46 +108,41 @@ class Recorder:
 
     # Frames, keyframes and hashes
 
-    def _here(self) -> State:
-        """Return a copy of the battle as it is now, on the CPU."""
-        return each(self.arena.state, lambda tensor: tensor[self.battle : self.battle + 1].to("cpu", copy=True))
+    def _again(self, before: Saved, actions: Actions) -> tuple[Simulation, int]:
+        """Compute the last decision of the battle again, because the arena has replaced the battle."""
+        arena = self.arena
+        alone = Simulation(arena.config, arena.grids, battles=1, device=arena.device)
+        alone.load(before)
+        for name, value in actions.items():
+            alone.actions[name].copy_(value)
+        alone.run(DECIDE_ONLY)
+        return alone, 0
 
-    def _last(self, before: State, actions: Actions) -> State:
-        """Compute the final state of the battle again, because the arena has replaced it.
-
-        A batch of the same size, with copies of the battle at every index, gives the same bits: they may depend on shape and index.
-        """
-        arena, battles = self.arena, self.arena.config.battles
-        copies = each(before, lambda tensor: tensor.to(arena.device).expand(battles, *tensor.shape[1:]).contiguous())
-        again = {name: torch.cat([value.to(arena.device)] * battles) for name, value in actions.items()}
-        after, _, _ = advanced(copies, again, arena.tables, arena.config)
-        return each(after, lambda tensor: tensor[self.battle : self.battle + 1].to("cpu", copy=True))
-
-    def _keep(self, state: State, fired: Tensor, *, is_last: bool) -> None:
-        """Keep a frame: the state, `fired` [1, U, 2], the columns destroyed since the frame before, and keyframe and hash if due."""
+    def _keep(self, state: Saved, fired: Tensor, *, is_last: bool) -> None:
+        """Keep a frame: the state, `fired` [U, 2], the columns destroyed since the frame before, and keyframe and hash if due."""
         frame = len(self._frames)
         if frame:
-            gone = destroyed(self._now.world.material[0], state.world.material[0])
+            gone = destroyed(self._now["worn"][0], state["worn"][0])
             self._changes.append(torch.cat((torch.full_like(gone[:, :1], frame), gone), 1))
-        self._frames.append({name: value[0].clone() for name, value in pictures(state, fired).items()})
+        self._frames.append({name: value[0].clone() for name, value in pictures(state, fired.unsqueeze(0).cpu()).items()})
         is_key = frame % self.keyframe_every == 0
         if is_key:
-            self._keyframes[frame] = {name: value[0].clone() for name, value in named_tensors(state)}
+            self._keyframes[frame] = state
         if is_key or is_last:
             self._hashes.append(StateHash(frame=frame, sha256=state_hash(state, 0)))
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return all tensors of the replay by their names in the file."""
-        first, keys = self._keyframes[0], list(self._keyframes)
+        keys = list(self._keyframes)
         tensors = {
-            "terrain/height": first["world/height"],
-            "terrain/material": first["world/material"],
+            "terrain/height": self.arena.grids.height[self._map].clone(),
+            "terrain/material": self.arena.grids.material[self._map].clone(),
             "terrain/changes": torch.cat(self._changes).int(),
             f"{KEYFRAMES}at": torch.tensor(keys),
         }
         tensors |= {f"frames/{name}": torch.stack([frame[name] for frame in self._frames]) for name in self._frames[0]}
         tensors |= {f"{ACTIONS}{name}": torch.stack([chosen[name] for chosen in self._actions]) for name in self._actions[0]}
-        tensors |= {f"{KEYFRAMES}{name}": torch.stack([self._keyframes[key][name] for key in keys]) for name in first}
+        tensors |= {f"{KEYFRAMES}{name}": torch.cat([self._keyframes[key][name] for key in keys]) for name in self._keyframes[0]}
         return tensors
 
     def _info(self) -> ReplayInfo:
@@ -162,7 +152,7 @@ class Recorder:
             rules_version=RULES_VERSION,
             seed=self.arena.seed,
             device=device_kind(self.arena.device),
-            zone_radius=float(self._keyframes[0]["world/zone_radius"]),
+            zone_radius=float(self.arena.grids.zone_radius[self._map]),
             teams=self.teams,
             feed=self.feed_writer.whole(self._feed_items, holders, self._end),
             winner=self.winner,
@@ -187,70 +177,78 @@ def known_info(config: ArenaConfig) -> dict[str, Any]:
     }
 
 
-def advanced(before: State, actions: Actions, tables: Tables, config: ArenaConfig) -> tuple[State, Orders, StepEvents]:
-    """Compute one decision of battles [B], without deciding winners or starting new battles, and sense the result."""
-    orders = read_orders(actions, before.senses, before.units, tables, battles=len(before.units.heat))
-    after, step_events = decide(before, orders, tables)
-    senses = sense(after.units, after.world, after.clouds, tables, contacts=config.contacts)
-    return after._replace(senses=senses), orders, step_events
-
-
 def destroyed(before: Tensor, after: Tensor) -> Tensor:
-    """Return the columns [N, 2] of a map whose material [S, S] has changed."""
-    return (after != before).nonzero()
+    """Return the columns [N, 2] of a map that are destroyed in `after` [S·S] and not in `before`."""
+    side = round(len(after) ** 0.5)
+    return ((after == at.DESTROYED) & (before != at.DESTROYED)).view(side, side).nonzero()
 
 
-def shots(orders: Orders, step_events: StepEvents) -> Tensor:
-    """Return the shots of a decision [B, U, 2] int8: weapon and target, -1 where a unit did not fire."""
-    chosen = torch.stack((orders.weapon, orders.target), -1)
-    return torch.where(step_events.fired.unsqueeze(-1), chosen, -1).to(torch.int8)
+def shots(simulation: Simulation) -> Tensor:
+    """Return the shots of the last decision [B, U, 2] int8: weapon and target, -1 where a unit did not fire."""
+    number = simulation.number
+    chosen = torch.stack((number[at.WEAPON], number[at.TARGET]), -1)
+    return torch.where((number[at.FIRED_ONCE] != 0).unsqueeze(-1), chosen, -1).to(torch.int8)
 
 
-def pictures(state: State, fired: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of one frame of battles [B, ...], by their names in the file."""
-    units, shells, clouds = state.units, state.shells, state.clouds
-    numbers = (units.heading, units.hit_points, units.legs, units.heat, units.stability, units.fuel)
-    flags = (units.fallen > 0, units.is_shut_down, units.is_venting, units.painted > 0)
-    drawn = torch.stack((*units.position.unbind(-1), *numbers, *(flag.float() for flag in flags)), -1)  # in the order of UNIT_COLUMNS
-    flies = (shells.life > 0).float()
-    projectiles = torch.cat((flies.unsqueeze(-1), shells.weapon.float().unsqueeze(-1), shells.position), -1)
-    smoke = torch.cat((clouds.position, (clouds.left.float() * PHYSICS.tick_s).unsqueeze(-1)), -1)
+def pictures(saved: Saved, fired: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of one frame of saved battles [K, ...], by their names in the file."""
+    unit, number, status = saved["unit"], saved["number"], saved["status"]
+    heading = torch.atan2(unit[:, at.SIN].double(), unit[:, at.COS].double()).float()  # the same on all machines
+    figures = (unit[:, field] for field in (at.HIT_POINTS, at.LEGS, at.HEAT, at.STABILITY, at.FUEL))
+    flags = (number[:, field] > 0 for field in (at.FALLEN, at.IS_SHUT_DOWN, at.IS_VENTING, at.PAINTED))
+    place = (unit[:, field] for field in (at.X, at.Y, at.Z))
+    drawn = torch.stack((*place, heading, *figures, *(flag.float() for flag in flags)), -1)  # in the order of UNIT_COLUMNS
+    flies, weapon = (saved["shell_count"][:, field] for field in (at.SHELL_LIFE, at.SHELL_WEAPON))
+    position = saved["shell"][:, : at.SHELL_Z + 1].movedim(1, -1)
+    projectiles = torch.cat(((flies > 0).float().unsqueeze(-1), weapon.float().unsqueeze(-1), position), -1)
+    left = saved["cloud_left"].float() * PHYSICS.tick_s
     return {
         "units": drawn,
         "projectiles": projectiles.flatten(1, 2),
-        "clouds": smoke.flatten(1, 2),
+        "clouds": torch.cat((saved["cloud"].movedim(1, -1), left.unsqueeze(-1)), -1).flatten(1, 2),
         "shots": fired,
-        "sensed": state.senses.sensed.to(torch.uint8) + state.senses.seen.to(torch.uint8),
-        "score": state.status.score,
-        "holder": state.status.holder.to(torch.int8),
+        "sensed": _table(number[:, at.SENSED]) + _table(number[:, at.SEEN]),
+        "score": status[:, at.HELD : at.HELD_2 + 1].float() * PHYSICS.tick_s,
+        "holder": status[:, at.HOLDER].to(torch.int8),
     }
+
+
+def _table(bits: Tensor) -> Tensor:
+    """Return enemies as bits [K, U] as a table of observer and enemy [K, U, U] uint8."""
+    saved, units = bits.shape
+    team = units // 2
+    enemies = ((bits.unsqueeze(-1) >> torch.arange(team)) & 1).to(torch.uint8)  # [K, U, T]
+    table = torch.zeros(saved, units, units, dtype=torch.uint8)
+    table[:, :team, team:], table[:, team:, :team] = enemies[:, :team], enemies[:, team:]
+    return table
 
 
 def device_kind(device: torch.device | str) -> str:
     """Return the kind of a device. Devices of the same kind compute the same bits."""
+    import numba
+
     device = torch.device(device)
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        name = f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return f"{name}, torch {torch.__version__}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}"
+    return f"{name}, numba {numba.__version__}"
 
 
-def targets(actions: Actions, senses: Senses) -> Tensor:
-    """Return the unit that each action [B·U] aims at, [B, U] int8; -1 if it fires nothing, or if its contact slot is empty."""
-    battles = len(senses.contacts)
-    fire, slot = actions["fire"].view(battles, -1), actions["target"].view(battles, -1, 1)
-    contacts, is_contact = (part.gather(2, slot).squeeze(2) for part in (senses.contacts, senses.is_contact))
-    return torch.where(is_contact & (fire > 0), contacts, -1).to(torch.int8)
+def targets(actions: Actions, contacts: Tensor) -> Tensor:
+    """Return the unit that each action [K·U] aims at, [K, U] int8; -1 if it fires nothing, or if its contact slot is empty.
+
+    `contacts` are those of the state before, [K, C, U].
+    """
+    fire, slot = (actions[name].view(len(contacts), -1) for name in ("fire", "target"))
+    chosen = contacts.gather(1, slot.unsqueeze(1)).squeeze(1)
+    return torch.where(fire > 0, chosen, -1).to(torch.int8)
 
 
-def _written(actions: Actions, before: State) -> dict[str, Tensor]:
+def _written(actions: Actions, before: Saved) -> dict[str, Tensor]:
     """Return the actions of a decision [U, ...] as they are saved: `contact` is the chosen contact slot, `target` the unit in it."""
     return {
         "motion": actions["motion"],
         "fire": actions["fire"].to(torch.int8),
         "vent": actions["vent"].to(torch.int8),
-        "target": targets(actions, before.senses)[0],
+        "target": targets(actions, before["contact"])[0],
         "contact": actions["target"].to(torch.int16),
     }
 
@@ -265,9 +263,3 @@ def _class_row(name: str) -> dict[str, float]:
         "stability": PHYSICS.stability,
         "fuel": PHYSICS.fuel_s if kind.jets_mps2 else 0.0,
     }
-
-
-def each(state: State, change: Callable[[Tensor], Tensor]) -> State:
-    """Return the state with `change` applied to every tensor."""
-    groups: list[Any] = [type(group)(*map(change, group)) for group in state]
-    return State(*groups)

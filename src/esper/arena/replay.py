@@ -8,25 +8,21 @@ recorded state and must lead, with the recorded actions and through the recorded
 device rounds differently: it can play a replay, but not verify it. Contradictions within the file are found on any device
 (`esper.arena.replay_checks`).
 
-Shapes: K = keyframes, B = battles that are computed at once.
+Shapes: K = keyframes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from esper.arena.decision import StepEvents
 from esper.arena.feed import FeedWriter
-from esper.arena.recorder import Recorder, advanced, destroyed, device_kind, each, pictures, shots, targets
+from esper.arena.native.simulation import DECIDE_ONLY, Saved, Simulation, state_hash
+from esper.arena.recorder import Recorder, destroyed, device_kind, pictures, shots, targets
 from esper.arena.replay_battle import Battle, load_battle
 from esper.arena.replay_checks import find_broken, wrong_feed
-from esper.arena.sensing import sense
-from esper.arena.state import State, Units, state_hash
-from esper.arena.tables import Tables, make_tables
 from esper.replay_file import FeedItem
 from esper.vecenv import Actions
 
@@ -52,13 +48,7 @@ def verify(path: Path | str, device: torch.device | str = "cpu") -> VerifyResult
     broken = find_broken(battle)
     if broken is not None:
         return _changed(*broken, device_matches=matches)
-    segments = range(len(battle.at))
-    # Compute all segments at once.
-    found = _compute(battle, segments, dict(enumerate(segments)), device)
-    if found.wrong and matches:
-        # The result of a device may depend on the size of the batch and on the index in it: try again with those of the recording.
-        alike = [_compute(battle, [segment] * battle.config.battles, {battle.origin.place: segment}, device) for segment in segments]
-        found = _together(alike)
+    found = _compute(battle, device)
     broken = None if found.wrong else wrong_feed(battle, found.feed_items)
     return _result(battle, found, kind) if broken is None else _changed(*broken, device_matches=matches)
 
@@ -77,32 +67,36 @@ class _Findings:
     apart_m: float = 0.0  # largest distance of a unit from its recorded position
 
 
-def _compute(battle: Battle, segments: Sequence[int], compared: dict[int, int], device: torch.device) -> _Findings:
-    """Compute these segments [B] at once, as a batch, and compare those in `compared`, index in the batch -> segment."""
-    config, tables, feed_writer = battle.config, make_tables(battle.config, device), FeedWriter(battle.config, battle.info.teams)
+def _compute(battle: Battle, device: torch.device) -> _Findings:
+    """Compute all segments between keyframes at once, as battles of a simulation, and compare."""
+    segments, feed_writer = range(len(battle.at)), FeedWriter(battle.config, battle.info.teams)
     ends = [*battle.at[1:], battle.decisions]
-    state = each(battle.keyframes, lambda tensor: tensor[list(segments)].to(device))
-    wrong, feed_items, apart = _wrong_senses(battle, state, compared, tables), dict[int, list[FeedItem]](), 0.0
-    first = torch.tensor([battle.at[segment] for segment in segments])
-    for step in range(max(ends[segment] - battle.at[segment] for segment in segments)):
+    simulation = Simulation(battle.config, battle.grids, battles=len(battle.at), device=device)
+    simulation.load(battle.keyframes)
+    state = simulation.saved(segments)
+    wrong, feed_items, apart = _wrong_senses(battle, state), dict[int, list[FeedItem]](), 0.0
+    first = torch.tensor(battle.at)
+    for step in range(max(end - begin for begin, end in zip(battle.at, ends, strict=True))):
         decision = (first + step).clamp_max(battle.decisions - 1)  # shorter segments continue, but are not compared
-        actions: Actions = {name: value[decision].flatten(0, 1).to(device) for name, value in battle.actions.items()}
-        before = state
-        state, orders, step_events = advanced(before, actions, tables, config)
-        drawn = {name: value.cpu() for name, value in pictures(state, shots(orders, step_events)).items()}
-        aims = targets(actions, before.senses).cpu()
-        for row, segment in compared.items():
-            frame = battle.at[segment] + step + 1
-            if frame > ends[segment]:
+        actions: Actions = {name: value[decision].flatten(0, 1) for name, value in battle.actions.items()}
+        for name, value in actions.items():
+            simulation.actions[name].copy_(value)
+        simulation.run(DECIDE_ONLY)
+        before, state = state, simulation.saved(segments)
+        drawn, aims = pictures(state, shots(simulation).cpu()), targets(actions, before["contact"])
+        taken = simulation.state["taken"].movedim(1, 0).cpu()
+        for row, (begin, end) in enumerate(zip(battle.at, ends, strict=True)):
+            frame = begin + step + 1
+            if frame > end:
                 continue
-            feed_items[frame] = feed_writer.decision(frame, _units_of(before, row), _units_of(state, row), _events_of(step_events, row))
+            feed_items[frame] = feed_writer.decision(frame, _one(before, row), _one(state, row), taken[row])
             names = [f"frames/{name}" for name, value in drawn.items() if not torch.equal(value[row], battle.frames[name][frame])]
             if not torch.equal(aims[row], battle.targets[frame - 1]):
                 names.append("actions/target")
-            gone = destroyed(before.world.material[row], state.world.material[row]).cpu().int()
+            gone = destroyed(before["worn"][row], state["worn"][row]).int()
             if not torch.equal(gone, battle.changes_at(frame)):
                 names.append("terrain/changes")
-            if frame == ends[segment] and state_hash(state, row) != battle.hashes.get(frame):
+            if frame == end and state_hash(state, row) != battle.hashes.get(frame):
                 names.append("the hash")
             if names:
                 wrong[frame] = names
@@ -110,30 +104,16 @@ def _compute(battle: Battle, segments: Sequence[int], compared: dict[int, int], 
     return _Findings(wrong, feed_items, apart)
 
 
-def _wrong_senses(battle: Battle, state: State, compared: dict[int, int], tables: Tables) -> dict[int, list[str]]:
+def _wrong_senses(battle: Battle, state: Saved) -> dict[int, list[str]]:
     """Return the keyframes whose senses are not what their state gives. For the first keyframe, this is the only check of the senses."""
-    senses = sense(state.units, state.world, state.clouds, tables, contacts=battle.config.contacts)
-    pairs = list(zip(senses, state.senses, strict=True))
-    is_same = {segment: all(torch.equal(one[row], other[row]) for one, other in pairs) for row, segment in compared.items()}
-    return {battle.at[segment]: ["keyframes/senses"] for segment, same in is_same.items() if not same}
+    pairs = [(state[name], battle.keyframes[name]) for name in ("number", "contact")]
+    return {
+        at: ["keyframes/senses"] for row, at in enumerate(battle.at) if not all(torch.equal(one[row], other[row]) for one, other in pairs)
+    }
 
 
-def _units_of(state: State, row: int) -> Units:
-    return Units(*(part[row : row + 1].cpu() for part in state.units))
-
-
-def _events_of(step_events: StepEvents, row: int) -> StepEvents:
-    return StepEvents(*(part[row : row + 1].cpu() for part in step_events))
-
-
-def _together(findings: Sequence[_Findings]) -> _Findings:
-    """Combine the findings of all segments. A frame between two segments may have findings in both."""
-    together = _Findings(apart_m=max(found.apart_m for found in findings))
-    for found in findings:
-        together.feed_items.update(found.feed_items)
-        for frame, names in found.wrong.items():
-            together.wrong[frame] = together.wrong.get(frame, []) + names
-    return together
+def _one(saved: Saved, row: int) -> Saved:
+    return {name: tensor[row : row + 1] for name, tensor in saved.items()}
 
 
 def _result(battle: Battle, found: _Findings, kind: str) -> VerifyResult:

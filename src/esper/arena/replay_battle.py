@@ -11,24 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import esper
 from esper.arena.config import ArenaConfig
+from esper.arena.native import layout as at
+from esper.arena.native.simulation import Saved, Simulation
 from esper.arena.orders import wrong_values
-from esper.arena.specs import RULES_VERSION, WEAPONS, Material
-from esper.arena.start import fresh, make_atlas
-from esper.arena.state import BattleStatus, Clouds, Senses, Shells, State, Units, World, named_tensors
-from esper.arena.tables import make_tables
+from esper.arena.specs import RULES_VERSION, WEAPONS
+from esper.arena.start import Grids, make_grids
 from esper.config import from_mapping
 from esper.replay_file import ACTIONS, KEYFRAMES, Origin, ReplayError, ReplayInfo, read_replay
 from esper.vecenv import Actions
 
-# Type of each group of tensors, by the names of `SAVED_GROUPS`.
-_GROUPS: dict[str, Any] = {"world": World, "units": Units, "shells": Shells, "clouds": Clouds, "contest": BattleStatus, "senses": Senses}
 _MOST_EPISODES = 2**40  # limit of the number of earlier battles at one index
 
 
@@ -39,8 +36,9 @@ class Battle:
     info: ReplayInfo
     config: ArenaConfig
     origin: Origin
-    start: State  # [1, ...] made from the seed, without senses
-    keyframes: State  # [K, ...]
+    grids: Grids  # the maps of the seed, of which only that of the battle is made
+    start: Saved  # [1, ...] made from the seed
+    keyframes: Saved  # [K, ...]
     at: list[int]  # frame of each keyframe
     actions: dict[str, Tensor]  # [A, U, ...] actions of all decisions, as the arena takes them
     targets: Tensor  # [A, U] unit that each action aims at
@@ -75,14 +73,15 @@ def load_battle(path: Path | str) -> Battle:
         raise ReplayError(f"{path} does not hold the start of the battle; it can be watched, but not computed again: record it again")
     try:
         config = _config(info, info.origin)
-        at = _places_of_keyframes(tensors[f"{KEYFRAMES}at"], replay.frames)
-        start = _start(config, info.origin, seed=info.seed, which=_map(tensors, config))
-        keyframes = _keyframes(tensors, start)
+        places = _places_of_keyframes(tensors[f"{KEYFRAMES}at"], replay.frames)
+        grids = make_grids(config, seed=info.seed, only=_map(tensors, config))
+        start = _start(config, info.origin, grids, seed=info.seed)
+        keyframes = _keyframes(tensors, start, config)
         actions = _actions(tensors, config)
     except ValueError as error:
         raise ReplayError(f"{path} cannot be computed again: {error}; it was changed or damaged: record the battle again") from error
     frames, terrain = (_under(prefix, tensors) for prefix in ("frames/", "terrain/"))
-    return Battle(info, config, info.origin, start, keyframes, at, actions, tensors[f"{ACTIONS}target"], frames, terrain)
+    return Battle(info, config, info.origin, grids, start, keyframes, places, actions, tensors[f"{ACTIONS}target"], frames, terrain)
 
 
 def _config(info: ReplayInfo, origin: Origin) -> ArenaConfig:
@@ -110,39 +109,44 @@ def _places_of_keyframes(at: Tensor, frames: int) -> list[int]:
 
 def _map(tensors: Mapping[str, Tensor], config: ArenaConfig) -> int:
     """Return the index of the map on which the battle was fought, according to the file."""
-    numbers = tensors.get(f"{KEYFRAMES}contest/map")
-    if numbers is None or numbers.dim() != 1 or numbers.dtype != torch.int64 or not 0 <= int(numbers[0]) < config.maps:
-        raise ValueError(f"{KEYFRAMES}contest/map does not name one of its {config.maps} maps")
-    return int(numbers[0])
+    status = tensors.get(f"{KEYFRAMES}status")
+    if status is None or status.dim() != 2 or status.dtype != torch.int32 or not 0 <= int(status[0, at.MAP]) < config.maps:
+        raise ValueError(f"{KEYFRAMES}status does not name one of its {config.maps} maps")
+    return int(status[0, at.MAP])
 
 
-def _start(config: ArenaConfig, origin: Origin, *, seed: int, which: int) -> State:
-    """Make the first state from the seed. Only the map `which` is made, and stands for all maps; `find_broken` compares its index."""
-    device = torch.device("cpu")
-    tables = make_tables(config, device)
-    atlas = make_atlas(config, tables, seed=seed, device=device, only=which)
-    worlds = World(*(part.expand(config.maps, *part.shape[1:]) for part in atlas.worlds))
-    place, episode, largest = (torch.tensor(number) for number in ([origin.place], [origin.episode], origin.largest_team))
-    return fresh(place, episode, config, tables, atlas._replace(worlds=worlds), seed=seed, largest_team=largest)
+def _start(config: ArenaConfig, origin: Origin, grids: Grids, *, seed: int) -> Saved:
+    """Make the first state from the seed."""
+    simulation = Simulation(config, grids, battles=1, device=torch.device("cpu"))
+    simulation.begin(seed=seed, largest_team=origin.largest_team, places=[origin.place], episode=origin.episode)
+    return simulation.saved([0])
 
 
-def _keyframes(tensors: Mapping[str, Tensor], start: State) -> State:
+def _keyframes(tensors: Mapping[str, Tensor], start: Saved, config: ArenaConfig) -> Saved:
     """Return the keyframes [K, ...], after checking that they have the shapes and types of `start` and that no index is out of range."""
-    units = start.units.heat.shape[1]
-    limits = {"senses/contacts": units, "shells/target": units, "shells/weapon": len(WEAPONS), "world/material": len(Material)}
-    for name, like in named_tensors(start):
+    keyframes = Saved()
+    for name, like in start.items():
         tensor = tensors.get(f"{KEYFRAMES}{name}")
         if tensor is None:
             raise ValueError(f"{KEYFRAMES}{name} is missing")
         if tensor.shape[1:] != like.shape[1:] or tensor.dtype != like.dtype:
             shapes = [f"{part.dtype} [K{''.join(f', {size}' for size in part.shape[1:])}]" for part in (tensor, like)]
             raise ValueError(f"{KEYFRAMES}{name} is {shapes[0]}, not {shapes[1]}")
-        if name in limits and not bool(((tensor >= 0) & (tensor < limits[name])).all()):
-            raise ValueError(f"{KEYFRAMES}{name} is not everywhere from 0 to {limits[name] - 1}")
-        if name.startswith(("units/", "shells/", "clouds/")) and not bool(tensor.isfinite().all()):
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise ValueError(f"{KEYFRAMES}{name} is not everywhere a number")
-    groups: list[Any] = [kind(*(tensors[f"{KEYFRAMES}{group}/{name}"] for name in kind._fields)) for group, kind in _GROUPS.items()]
-    return State(*groups)
+        keyframes[name] = tensor
+    units = config.units
+    for name, part, first, end in (
+        ("contact", keyframes["contact"], -1, units),
+        ("number", keyframes["number"][:, at.TARGET], -1, units),
+        ("number", keyframes["number"][:, at.WEAPON], 0, len(WEAPONS)),
+        ("shell_count", keyframes["shell_count"][:, at.SHELL_TARGET], -1, units),
+        ("shell_count", keyframes["shell_count"][:, at.SHELL_WEAPON], 0, len(WEAPONS)),
+        ("status", keyframes["status"][:, at.MAP], 0, config.maps),
+    ):
+        if not bool(((part >= first) & (part < end)).all()):
+            raise ValueError(f"{KEYFRAMES}{name} is not everywhere from {first} to {end - 1}")
+    return keyframes
 
 
 def _actions(tensors: Mapping[str, Tensor], config: ArenaConfig) -> Actions:

@@ -6,15 +6,17 @@ Every check returns the frame and what is wrong there, or None.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from esper.arena.feed import FeedWriter
+from esper.arena.native import layout as at
+from esper.arena.native.simulation import state_hash
 from esper.arena.recorder import known_info, pictures
 from esper.arena.replay_battle import Battle
-from esper.arena.specs import Material
-from esper.arena.state import named_tensors, state_hash
-from esper.arena.zone import Ending, find_ended
+from esper.arena.specs import PHYSICS
 from esper.replay_file import UNIT_COLUMNS, FeedItem
 
 Wrong = tuple[int, str] | None
@@ -48,8 +50,9 @@ def _wrong_info(battle: Battle) -> Wrong:
     for name, value in known_info(battle.config).items():
         if getattr(info, name) != value:
             return 0, f"{name} is not that of the battle's config and rules"
-    if info.zone_radius != float(battle.keyframes.world.zone_radius[0]):
-        return 0, f"zone_radius is {info.zone_radius}, and that of the first keyframe {float(battle.keyframes.world.zone_radius[0])}"
+    radius = float(battle.grids.zone_radius[int(battle.keyframes["status"][0, at.MAP])])
+    if info.zone_radius != radius:
+        return 0, f"zone_radius is {info.zone_radius}, and that of the map {radius}"
     return None
 
 
@@ -68,30 +71,35 @@ def _wrong_hashes(battle: Battle) -> Wrong:
 
 def _wrong_start(battle: Battle) -> Wrong:
     """Compare the first keyframe with the start that the seed gives."""
-    started = dict(named_tensors(battle.start))
-    for name, tensor in named_tensors(battle.keyframes):
-        if not name.startswith("senses/") and not torch.equal(tensor[:1], started[name]):  # the device rounds senses; `verify` checks them
+    for name, tensor in battle.keyframes.items():
+        given, made = tensor[0], battle.start[name][0]
+        if name == "number":  # a device rounds what units sense in its own way; `verify` checks it
+            given, made = given[: at.SEEN], made[: at.SEEN]
+        if name != "contact" and not torch.equal(given, made):
             return 0, f"the battle does not begin as seed {battle.info.seed} makes it: {name} differs"
     return None
 
 
 def _wrong_terrain(battle: Battle) -> Wrong:
-    """Compare the drawn terrain with the keyframes: the map at the start, and its destroyed columns at every keyframe."""
-    world, terrain = battle.keyframes.world, battle.terrain
-    for name, drawn, first in (("height", terrain["height"], world.height[0]), ("material", terrain["material"], world.material[0])):
-        if not torch.equal(drawn, first):
+    """Compare the drawn terrain with the map at the start, and its destroyed columns with every keyframe."""
+    terrain, which, side = battle.terrain, int(battle.start["status"][0, at.MAP]), battle.config.size
+    for name, drawn, first in (
+        ("height", terrain["height"], battle.grids.height),
+        ("material", terrain["material"], battle.grids.material),
+    ):
+        if not torch.equal(drawn, first[which]):
             return 0, f"terrain/{name} is not that of the map that the battle began on"
     frame, *column = terrain["changes"].long().unbind(1)
     is_there = (frame >= 1) & (frame <= battle.decisions)
     for axis in column:
-        is_there &= (axis >= 0) & (axis < battle.config.size)
+        is_there &= (axis >= 0) & (axis < side)
     if not bool(is_there.all()):
         return 0, "terrain/changes names frames or columns that are not there"
-    for index, at in enumerate(battle.at):
-        material, is_gone = terrain["material"].clone(), frame <= at
-        material[column[0][is_gone], column[1][is_gone]] = Material.OPEN
-        if not torch.equal(material, world.material[index]):
-            return at, f"terrain/changes does not lead to the terrain of the keyframe at frame {at}"
+    for index, keyframe in enumerate(battle.at):
+        is_gone, by_changes = battle.keyframes["worn"][index] == at.DESTROYED, torch.zeros(side * side, dtype=torch.bool)
+        by_changes[(column[0] * side + column[1])[frame <= keyframe]] = True
+        if not torch.equal(is_gone, by_changes):
+            return keyframe, f"terrain/changes does not lead to the terrain of the keyframe at frame {keyframe}"
     return None
 
 
@@ -99,10 +107,10 @@ def _wrong_pictures(battle: Battle) -> Wrong:
     """Compare the drawn frames at the keyframes with the keyframes."""
     fired = torch.full((len(battle.at), battle.config.units, 2), -1, dtype=torch.int8)
     for name, drawn in pictures(battle.keyframes, fired).items():
-        for index, at in enumerate(battle.at):
-            is_known = name != "shots" or at == 0  # a keyframe does not hold the shots of the decision before it
-            if is_known and not torch.equal(drawn[index], battle.frames[name][at]):
-                return at, f"frames/{name} is not that of the keyframe at frame {at}"
+        for index, frame in enumerate(battle.at):
+            is_known = name != "shots" or frame == 0  # a keyframe does not hold the shots of the decision before it
+            if is_known and not torch.equal(drawn[index], battle.frames[name][frame]):
+                return frame, f"frames/{name} is not that of the keyframe at frame {frame}"
     return None
 
 
@@ -120,9 +128,21 @@ def _wrong_end(battle: Battle) -> Wrong:
     return None
 
 
+class Ending(NamedTuple):
+    """Whether and how a battle was over at every frame [F]."""
+
+    ended: Tensor  # bool
+    winner: Tensor  # team; -1: a draw
+    by_time: Tensor  # bool
+
+
 def _ending(battle: Battle) -> Ending:
-    """Return whether and how the battle was over at every frame [F]."""
-    units, score = battle.frames["units"], battle.frames["score"]
-    hit_points, heat = (units[..., UNIT_COLUMNS.index(name)] for name in ("hit_points", "heat"))
-    status = battle.keyframes.status._replace(score=score, decision=torch.arange(len(score)))
-    return find_ended(status, battle.keyframes.units._replace(hit_points=hit_points, heat=heat), battle.config)
+    """Return whether and how the battle was over at every frame, as `esper.arena.native.battle.find_end` decides it."""
+    score = battle.frames["score"]  # [F, 2]
+    lives = (battle.frames["units"][..., UNIT_COLUMNS.index("hit_points")] > 0).view(len(score), 2, -1).any(2)  # [F, 2]
+    wins = (score >= battle.config.seconds * PHYSICS.win_share - 1e-4) | (lives & ~lives.flip(1))
+    is_decided = wins.any(1) | ~lives.any(1)
+    wins = torch.where(is_decided.unsqueeze(1), wins, score > score.flip(1) + 1e-4)
+    is_over = torch.arange(len(score)) >= battle.config.decisions
+    winner = torch.where(wins[:, 0] == wins[:, 1], -1, torch.where(wins[:, 0], 0, 1))
+    return Ending(is_decided | is_over, winner, is_over & ~is_decided)

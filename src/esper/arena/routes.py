@@ -9,10 +9,17 @@ Shapes: M = maps, S = side of the map.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.arena.specs import CLIMB_M, MATERIALS, Material
+from esper.jit import compiler
 
 STEPS = ((1, 0), (1, 1), (0, 1), (-1, 1), (-1, 0), (-1, -1), (0, -1), (1, -1))  # in columns, by direction; k is k·45° from the x axis
 ARRIVED = len(STEPS)  # direction of columns in the zone: no step
@@ -29,18 +36,56 @@ def find_ways(floor: Tensor, material: Tensor, zone_radius: Tensor) -> tuple[Ten
     costs = _step_costs(floor, material)
     along = torch.arange(size) - (size - 1) / 2
     is_goal = along.square()[:, None] + along.square()[None, :] <= (zone_radius.view(-1, 1, 1) - 1.0).square()
-    # Shorten all distances by one step in every direction, until nothing changes.
     distance = torch.where(is_goal, 0.0, torch.inf)
-    for _ in range(4 * size):
-        before = distance
-        for step, cost in zip(STEPS, costs, strict=True):
-            distance = torch.minimum(distance, _neighbour(distance, step) + cost)
-        if torch.equal(before, distance):
-            break
-    reached = torch.stack([_neighbour(distance, step) + cost for step, cost in zip(STEPS, costs, strict=True)])
-    way = reached.argmin(0).to(torch.int8)
-    way = torch.where(is_goal, ARRIVED, way)
+    way = torch.where(is_goal, ARRIVED, 0).to(torch.int8)
+    _compiled_search()(torch.stack(costs, dim=-1).numpy(), distance.numpy(), way.numpy())
     return _mirrored_way(way), distance
+
+
+@functools.cache
+def _compiled_search() -> Callable[[NDArray[Any], NDArray[Any], NDArray[Any]], None]:
+    return compiler((__file__,))(_search)
+
+
+def _search(costs: NDArray[Any], distance: NDArray[Any], way: NDArray[Any]) -> None:
+    """Shorten distances [M, S, S], 0 in the zone and infinite elsewhere, until no step shortens them; then find the best steps.
+
+    `costs` [M, S, S, directions] are those of the steps from each column. `way` [M, S, S] is changed outside of the zone.
+    """
+    maps, size = distance.shape[:2]
+    columns = size * size
+    queue, is_queued = np.zeros(columns, np.int32), np.zeros(columns, np.bool_)  # columns whose distance has become shorter
+    for m in range(maps):
+        first = count = 0
+        for column in range(columns):
+            if distance[m, column // size, column % size] == 0:
+                queue[count], is_queued[column] = column, True
+                count += 1
+        while count:
+            column = queue[first]
+            first, count = (first + 1) % columns, count - 1
+            is_queued[column] = False
+            i, j = column // size, column % size
+            for k in range(len(STEPS)):  # columns from which step k leads here
+                x, y = i - STEPS[k][0], j - STEPS[k][1]
+                if not (0 <= x < size and 0 <= y < size):
+                    continue
+                through = distance[m, i, j] + costs[m, x, y, k]
+                if through < distance[m, x, y]:
+                    distance[m, x, y] = through
+                    if not is_queued[x * size + y]:
+                        is_queued[x * size + y] = True
+                        queue[(first + count) % columns] = x * size + y
+                        count += 1
+        for i in range(size):
+            for j in range(size):
+                shortest = np.float32(np.inf)
+                for k in range(len(STEPS)):
+                    x, y = i + STEPS[k][0], j + STEPS[k][1]
+                    if way[m, i, j] != ARRIVED and 0 <= x < size and 0 <= y < size:
+                        through = distance[m, x, y] + costs[m, i, j, k]
+                        if through < shortest:
+                            shortest, way[m, i, j] = through, k
 
 
 def _step_costs(floor: Tensor, material: Tensor) -> list[Tensor]:

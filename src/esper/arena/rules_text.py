@@ -6,19 +6,49 @@ python -m esper.arena.rules_text > docs/arena_rules.md
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 
 from esper.arena.config import DECISION_S, LARGEST, SMALLEST, ArenaConfig, ArenaRewardConfig, in_flight
-from esper.arena.decision import AFTER_TICKS, PHASES
-from esper.arena.observe import CELL_M, STATE_UNIT, VIEW, Field, Part, observation_width, parts, slices, state_width, width
+from esper.arena.observe import (
+    CELL_M,
+    STATE_BATTLE,
+    STATE_UNIT,
+    VIEW,
+    Field,
+    Part,
+    observation_width,
+    parts,
+    slices,
+    state_width,
+    width,
+)
 from esper.arena.orders import FIRE, MOTION, action_spec
-from esper.arena.specs import CLASSES, CLIMB_M, MATERIALS, PHYSICS, RULES_VERSION, WEAPONS, MaterialSpec, Physics, UnitClass, Weapon
-from esper.arena.state import CLOUDS
+from esper.arena.specs import CLASSES, CLIMB_M, CLOUDS, MATERIALS, PHYSICS, RULES_VERSION, WEAPONS, MaterialSpec, Physics, UnitClass, Weapon
 from esper.arena.terrain import LANDSCAPES
 from esper.config import describe, field_comments
 from esper.vecenv import Discrete
+
+PHASES = (
+    ("count down", "timers of units and smoke lose a tick, venting begins or ends as ordered"),
+    ("turn", "headings follow the yaw orders"),
+    ("drive", "velocities over ground follow the orders, as fast as legs, ground, suppression and venting allow"),
+    ("fly", "jets lift, gravity pulls, fuel is spent or regained"),
+    ("move", "units move until terrain, edges or other units stop them; falls end"),
+    ("endure", "the ground burns or cools, hard landings damage legs"),
+    ("fire", "weapons that are ready, in reach and in arc go off; lasers, flamers and painters strike at once"),
+    ("shells", "projectiles steer, fly and burst; smoke spreads"),
+    ("strike", "everything that hit in this tick takes effect at once, so two units can kill each other"),
+    ("cool", "units lose heat; overheated units shut down, cooled units start again"),
+    ("balance", "units without stability fall; others regain stability"),
+    ("zone", "the team with more tons in the zone scores"),
+)
+AFTER_TICKS = (
+    ("terrain", "destroyed columns become open ground"),
+    ("end", "battles end by score, elimination or time, and rewards are paid"),
+    ("reset", "ended battles are replaced by new ones, on a map drawn from all maps"),
+    ("sense", "units sense their enemies; what they know holds until the end of the next decision"),
+)
 
 # Suffix of a name -> unit; longer suffixes first.
 _UNITS = {
@@ -205,10 +235,14 @@ def _observation() -> list[str]:
         "",
         "### The whole battle",
         "",
-        f"With `state_view` there is a second vector of {state_width(config)} numbers for a centralised critic: these fields of every "
-        "unit, own team first, whether sensed or not.",
+        f"With `state_view` there is a second vector of {state_width(config)} numbers for a centralised critic. It begins with these "
+        "fields of every unit, own team first, whether sensed or not:",
         "",
         *_fields_table(STATE_UNIT),
+        "",
+        "It ends with these fields of the battle:",
+        "",
+        *_fields_table(STATE_BATTLE),
     ]
 
 
@@ -223,13 +257,22 @@ def _part_text(part: Part) -> list[str]:
 
 
 def _rewards() -> list[str]:
-    rows = [(f"`{name}`", f"{value:g}", meaning) for name, value, meaning in describe(ArenaRewardConfig())]
+    rows = [
+        (f"`{name}`", str(value).lower() if isinstance(value, bool) else f"{value:g}", meaning)
+        for name, value, meaning in describe(ArenaRewardConfig())
+    ]
     return [
         "## Rewards",
         "",
-        "The reward of a unit for a decision is the sum of these parts, each with its weight. Units that were dead before the decision get "
-        "nothing. Damage to the own team always costs; damage by terrain counts for no unit. `approach` is potential-based: its discounted "
-        "sum over a unit's life does not depend on its actions, so it guides learning without changing the best policy.",
+        "The reward of a unit for a decision is the sum of these parts, each with its weight. `zone` and `outcome` are paid to every unit "
+        "of a team. A part of the rewards for damage, kills and assists is divided equally among the units of the team (`team_share`). "
+        "Then the other team's mean reward, without the outcome, is subtracted (`zero_sum`): with a share of 1 and teams of equal size, "
+        "the rewards of all units of a battle sum to 0.",
+        "",
+        "A unit that was dead before the decision gets what its team gets: zone, outcome, its part of what the team shares, and the "
+        "subtraction. If the dead are not paid (`pays_dead`), it gets nothing, and only units that were alive share and count in the "
+        "means. Damage to the own team always costs; damage by terrain counts for no unit. `approach` is potential-based: its discounted "
+        "sum over a battle does not depend on the unit's actions, so it guides learning without changing the best policy.",
         "",
         *_table(("setting", "default", "meaning"), rows),
     ]
@@ -246,8 +289,12 @@ def _ends() -> list[str]:
         f"- By time: after {config.decisions} decisions ({config.seconds:g} s, `seconds`) the higher score wins.",
         "",
         "If both teams meet one of the first two conditions at once, or the scores are equal at the end, the battle is a draw. Units "
-        "observe the clock and the scores, so an end by time terminates the episode and does not truncate it. A unit's own episode ends "
-        "with its death; its row is not valid until the next battle begins, in the same step in which the old one ends.",
+        "observe the clock and the scores, so an end by time terminates the episode and does not truncate it. The next battle begins in "
+        "the same step in which the old one ends.",
+        "",
+        "A unit's episode ends with its battle. A dead unit cannot act, but is paid until the end, so its row teaches values only (`acts` "
+        "is false). If the dead are not paid (`pays_dead`), the episode ends with the unit's death, and its row is not valid until the "
+        "next battle begins.",
     ]
 
 
@@ -275,7 +322,7 @@ def _spec_table(specs: Mapping[str, msgspec.Struct], kind: type[msgspec.Struct])
     return _table(("", *specs, "meaning"), rows)
 
 
-def _fields_table(fields: tuple[Field[Any], ...]) -> list[str]:
+def _fields_table(fields: tuple[Field, ...]) -> list[str]:
     rows = [(f"`{field.name}`", _numbers(slices(fields)[field.name]), field.meaning) for field in fields]
     return _table(("field", "numbers", "meaning"), rows)
 

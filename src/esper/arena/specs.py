@@ -11,6 +11,7 @@ from enum import IntEnum
 import msgspec
 
 CLIMB_M = 1.0  # highest step between two columns that a unit walks up
+CLOUDS = 2  # smoke clouds that one unit can have at the same time; a new one replaces its oldest
 
 
 class Material(IntEnum):
@@ -158,4 +159,4 @@ class Physics(msgspec.Struct, frozen=True):
 
 
 PHYSICS = Physics()
-RULES_VERSION = 1  # version of these tables and of the phases; a replay of another version cannot be verified
+RULES_VERSION = 2  # version of these tables and of the phases; a replay of another version cannot be verified

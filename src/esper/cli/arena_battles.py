@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -20,6 +20,7 @@ from esper.text_table import did_you_mean
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from esper.league.matches import MatchResult
     from esper.league.record import WinRecord
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 MAPS_OF_COMMANDS = "commands"  # purpose that the maps of commands are drawn for; no training uses their maps
-_OBSERVED = ("contacts", "allies", "state_view")  # fields of an arena that determine the layout of its observations
+_OBSERVED = ("contacts", "allies")  # fields of an arena that determine what a player observes
 
 
 class MatchPlayer(NamedTuple):
@@ -39,28 +40,47 @@ class MatchPlayer(NamedTuple):
 
 
 def find_player(text: str, *, device: torch.device) -> MatchPlayer:
-    """Return the player that a word names: a bot, RUN (its best player), RUN:latest, RUN:member of its league, or a member's file."""
+    """Return the player that a word names.
+
+    That is a bot, a player that comes with esper, RUN (its best player), RUN:latest, RUN:member of its league, a member's file, or a file
+    of `esper arena export`.
+    """
+    from esper.league.trained import shipped_players
+
     if text in ANCHORS:
         return MatchPlayer(text, text)
+    shipped = shipped_players()
+    if text in shipped:
+        return _player_of_file(shipped[text], device=device, name=text)
     path = Path(text)
     if path.is_dir():
         return player_of_run(path, "best", device=device, name=text)
     if path.is_file():
-        return _player_of_file(path, device=device)
+        return _player_of_file(path, device=device, name=text)
     folder, colon, member = text.rpartition(":")
     if colon and Path(folder).is_dir():
         if member in ("best", "latest"):
             return player_of_run(Path(folder), "latest" if member == "latest" else "best", device=device, name=text)
         return _player_of_league(Path(folder), member, device=device)
-    choices = f"give a bot ({', '.join(ANCHORS)}), the folder of a run, or RUN:member of its league"
-    raise CommandError(f"there is no player {text!r}; {did_you_mean(text, ANCHORS, otherwise=choices)}")
+    named = f"a player of esper ({', '.join(shipped)}), " if shipped else ""
+    choices = f"give a bot ({', '.join(ANCHORS)}), {named}the folder of a run, RUN:member of its league, or a player file"
+    raise CommandError(f"there is no player {text!r}; {did_you_mean(text, [*ANCHORS, *shipped], otherwise=choices)}")
 
 
 def player_of_run(folder: Path, which: Literal["best", "latest"], *, device: torch.device, name: str | None = None) -> MatchPlayer:
     from esper.league.training import load_player
 
-    config = saved_train_config(folder)
-    return MatchPlayer(name or str(folder), load_player(folder, which=which, device=device)[0], config.arena)
+    saved_train_config(folder)  # explains a wrong folder
+    policy, config = load_player(folder, which=which)
+    return _trained_player(name or str(folder), config, policy.state_dict(), device=device)
+
+
+def _trained_player(name: str, config: ArenaTrainConfig, weights: Mapping[str, Tensor], *, device: torch.device) -> MatchPlayer:
+    """Return the player with these weights of a run."""
+    from esper.league.player_file import make_playing_policy
+
+    policy = make_playing_policy(config.unit, config.ppo.network, config.arena, weights, device=device)
+    return MatchPlayer(name, policy, config.arena)
 
 
 def saved_train_config(folder: Path) -> ArenaTrainConfig:
@@ -75,7 +95,6 @@ def saved_train_config(folder: Path) -> ArenaTrainConfig:
 
 
 def _player_of_league(folder: Path, member: str, *, device: torch.device) -> MatchPlayer:
-    from esper.league.network import make_player
     from esper.league.store import FOLDER, LeagueStore
 
     config = saved_train_config(folder)
@@ -84,40 +103,40 @@ def _player_of_league(folder: Path, member: str, *, device: torch.device) -> Mat
         members = f"there are {', '.join(weights) or 'none yet'}; {folder}:latest is the player of today"
         hint = did_you_mean(member, weights, otherwise=members)
         raise CommandError(f"the league of {folder} has no member {member!r}; {hint}")
-    return MatchPlayer(f"{folder}:{member}", make_player(config, weights[member], device=device), config.arena)
+    return _trained_player(f"{folder}:{member}", config, weights[member], device=device)
 
 
-def _player_of_file(path: Path, *, device: torch.device) -> MatchPlayer:
-    from esper.league.network import make_player
+def _player_of_file(path: Path, *, device: torch.device, name: str) -> MatchPlayer:
+    """Return the player of a file of `esper arena export`, or of a member's file in the folder of its run."""
+    from esper.league.player_file import load_player_file
     from esper.league.store import FOLDER, MEMBERS, read_weights
 
     place = path.resolve().parent
     if (place.parent.name, place.name) != (FOLDER, MEMBERS):
-        raise CommandError(f"{path} is no player: those are the files in RUN/{FOLDER}/{MEMBERS}, beside the config of their run")
+        policy, description = load_player_file(path, device)
+        return MatchPlayer(name, policy, description.arena)
     config = saved_train_config(place.parent.parent)
     try:
-        return MatchPlayer(str(path), make_player(config, read_weights(path), device=device), config.arena)
+        return _trained_player(name, config, read_weights(path), device=device)
     except ValueError as error:
         raise CommandError(f"{path} is no player: {error}") from error
 
 
+def misfit(arena: ArenaConfig, player: MatchPlayer) -> str:
+    """Return why a player cannot fight in an arena, or an empty text. Sizes of maps and teams may differ from those of its training."""
+    for name in _OBSERVED:
+        was, given = None if player.arena is None else getattr(player.arena, name), getattr(arena, name)
+        if was is not None and was != given:
+            return f"it was trained with arena.{name} {was}, and this arena has {given}"
+    return ""
+
+
 def check_fits(arena: ArenaConfig, players: list[MatchPlayer]) -> None:
-    """Raise CommandError if a player was trained on other observations than this arena gives. Sizes of maps and teams may differ."""
+    """Raise CommandError if a player was trained on other observations than this arena gives."""
     for player in players:
-        trained = player.arena
-        if trained is None:
-            continue
-        fields = (*_OBSERVED, "team_size") if trained.state_view and arena.state_view else _OBSERVED
-        for name in fields:
-            was, given = getattr(trained, name), getattr(arena, name)
-            if was != given:
-                why = "whose network reads the whole battle" if name == "team_size" else "which changes its observations"
-                problem = f"it was trained with arena.{name} {_text(was)}, {why}, and this arena has {_text(given)}"
-                raise CommandError(f"{player.name} cannot fight here: {problem}; choose players with the same {', '.join(fields)}")
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+        problem = misfit(arena, player)
+        if problem:
+            raise CommandError(f"{player.name} cannot fight here: {problem}; choose players with the same {', '.join(_OBSERVED)}")
 
 
 @contextlib.contextmanager

@@ -27,12 +27,10 @@ class BenchArguments(Config):
     """battles that are fought at once"""
     team_size: TeamSize = 5
     """units on each side"""
-    decisions: PositiveInt = 60
-    """decisions that are timed"""
+    decisions: PositiveInt = 30
+    """decisions in each of five windows that are timed; the median counts"""
     warm_up: NonNegativeInt = 50
     """decisions before the clock starts"""
-    compile: bool = False
-    """fuse the phases by torch's compiler: a minute or two at first, then about twice as fast on a CPU"""
     threads: Threads | None = None
     """CPU threads of torch; None: its own choice"""
 
@@ -55,9 +53,9 @@ def run(argv: list[str], prog: str) -> CommandResult:
 def _measured(config: ArenaConfig, arguments: BenchArguments, device: torch.device) -> dict[str, Any]:
     from esper.arena.speed import measure_speed
 
-    speed = measure_speed(config, device=device, warm_up=arguments.warm_up, decisions=arguments.decisions, compile=arguments.compile)
+    speed = measure_speed(config, device=device, warm_up=arguments.warm_up, decisions=arguments.decisions)
     place = {"device": device.type, "name": _name(device), "battles": config.battles, "units": config.units}
-    return {**place, **speed._asdict(), "compiled": arguments.compile, "peak_memory": _peak_memory(device)}
+    return {**place, **speed._asdict(), "peak_memory": _peak_memory(device)}
 
 
 def _name(device: torch.device) -> str:

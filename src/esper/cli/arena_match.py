@@ -55,7 +55,7 @@ def _play(options: MatchOptions, arena: ArenaConfig, first: MatchPlayer, second:
     from esper.devices import find_device
 
     device = find_device(options.device)
-    arena = msgspec.structs.replace(arena, battles=options.battles, smallest_team=None)
+    arena = msgspec.structs.replace(arena, battles=options.battles, smallest_team=None, state_view=False)
     check_fits(arena, [first, second])
     print(f"{title}: {describe_arena(arena)}, on {device}", flush=True)
     played = play_match(arena, first, second, seed=options.seed, device=device, replay=options.replay, draw=options.draw)
@@ -69,14 +69,15 @@ DESCRIPTION = """Lets two players fight, twice on every map with sides swapped. 
   esper arena match runs/first runs/second --team-size 3
   esper arena match runs/first runs/first:update-50
 
-A and B are bots (random, weak, middle, strong), folders of runs (their best player; RUN:latest for the last), members of a run's league
-(RUN:member; esper arena league RUN lists them) or their files in RUN/league/members. They fight in the arena that A was trained in, or
-else B. Runs can meet when their arenas have the same contacts, allies and state_view; teams and maps may be of any size."""
+A and B are bots (random, weak, middle, strong, strong-v1, expert), folders of runs (their best player; RUN:latest for the last), members
+of a run's league (RUN:member; esper arena league RUN lists them) or their files in RUN/league/members, files of esper arena export, or
+names of players that come with esper. They fight in the arena that A was trained in, or else B. Players can meet when their arenas have
+the same contacts and allies; teams and maps may be of any size."""
 
 
 class MatchArguments(MatchOptions):
     first: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="A")]
-    """a bot, RUN, RUN:member, or a member's file"""
+    """a bot, RUN, RUN:member, a player file, or a player that comes with esper"""
     second: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="B")]
     """the other player, named likewise"""
     team_size: TeamSize | None = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -128,12 +131,19 @@ WATCH_DESCRIPTION = """Plays a replay, or those of a run, in the browser: terrai
 
 The page is on 127.0.0.1, which only this machine can reach, and loads nothing from the internet. Ctrl-C ends it. Replays are written by
 --replay of esper arena eval and esper arena match, and by the evaluations of esper arena train; #live at the end of the address plays the
-newest one, and each newer one after it. Needs the extra dashboard."""
+newest one, and each newer one after it. --demo needs no replay: a player that comes with esper fights the expert bot first. Needs the extra
+dashboard."""
+
+
+DEMO_BOT, DEMO_RIVAL = "strong-v1", "expert"  # the bot plays if no trained player comes with esper
+DEMO_BATTLES = 16  # battles of which one is shown
 
 
 class WatchArguments(Config):
-    path: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE_OR_RUN")]
+    path: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[FILE_OR_RUN]")] = None
     """a replay, or the folder of a run with replays"""
+    demo: tyro.conf.FlagCreatePairsOff[bool] = False
+    """play a battle of a player that comes with esper against the expert bot"""
     port: NonNegativeInt = 0
     """port of the page; 0: any free one"""
     show: bool = True
@@ -142,23 +152,63 @@ class WatchArguments(Config):
 
 def run_watch(argv: list[str], prog: str) -> CommandResult:
     arguments = parse(WatchArguments, argv, prog, description=WATCH_DESCRIPTION)
-    if not arguments.path.exists():
+    if (arguments.path is None) != arguments.demo:
+        raise CommandError(
+            "--demo plays a battle of its own; leave the file out" if arguments.demo else "give a replay or a run, or --demo"
+        )
+    if arguments.path is not None and not arguments.path.exists():
         raise CommandError(f"there is no {arguments.path}; give a replay, or the folder of a run")
-    from esper.dashboard.watch import list_replays, serve
+    from esper.dashboard.watch import check_nicegui, list_replays, serve
 
     addresses: list[str] = []
-
-    def announce(address: str) -> None:
-        addresses.append(address)
-        count = len(list_replays(arguments.path))
-        what = f"{count} {'replay' if count == 1 else 'replays'} of {arguments.path}" if arguments.path.is_dir() else str(arguments.path)
-        print(f"{address} plays {what}; Ctrl-C ends it", flush=True)
-
-    with user_errors():
+    with user_errors(), ExitStack() as stack:
         try:
-            serve(arguments.path, port=arguments.port, show=arguments.show, announce=announce)
+            path = arguments.path
+            if path is None:
+                check_nicegui()
+                # NiceGUI looks at all objects of the program, of which one of torch warns.
+                warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated", FutureWarning)
+                path = _play_demo(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="esper-demo-"))))
+
+            def announce(address: str) -> None:
+                addresses.append(address)
+                count = len(list_replays(path))
+                what = f"{count} {'replay' if count == 1 else 'replays'} of {path}" if path.is_dir() else str(path)
+                print(f"{address} plays {what}; Ctrl-C ends it", flush=True)
+
+            serve(path, port=arguments.port, show=arguments.show, announce=announce)
         except ImportError as error:
             raise CommandError(str(error)) from error
         except OSError as error:
             raise CommandError(reason_of(error)) from error
     return CommandResult({"address": addresses[0]})
+
+
+def _play_demo(folder: Path) -> Path:
+    """Let a player that comes with esper fight the expert on test maps of a scenario that it fits. Return the replay of one battle."""
+    import torch
+
+    from esper.arena.scenarios import SCENARIOS
+    from esper.cli.arena_battles import find_player, misfit, progress_bar
+    from esper.league.matches import play_and_record
+    from esper.league.trained import shipped_players
+    from esper.replay_file import SUFFIX
+
+    device = torch.device("cpu")
+    players = [find_player(name, device=device) for name in (*reversed(shipped_players()), DEMO_BOT)]
+    fitting = [(player, scenario) for player in players for scenario in SCENARIOS.values() if not misfit(scenario.arena, player)]
+    player, scenario = fitting[0]
+    if player.name == DEMO_BOT:
+        print(f"no trained player comes with this version of esper yet, so the bot {DEMO_BOT} plays")
+    print(f"{player.name} fights {DEMO_RIVAL} on {scenario.name}: {scenario.description}", flush=True)
+    arena, path = scenario.test_arena(DEMO_BATTLES), folder / f"{player.name}-against-{DEMO_RIVAL}{SUFFIX}"
+    # Record a battle that the player won; if it won none, record the first.
+    for battle in (None, 0):
+        with progress_bar("battles", arena.decisions) as on_step:
+            recorded = play_and_record(
+                arena, player.player, DEMO_RIVAL, seed=scenario.test_seed, path=path, battle=battle, names=(player.name, DEMO_RIVAL),
+                device=device, on_step=on_step,
+            )  # fmt: skip
+        if recorded.path is not None:
+            break
+    return path

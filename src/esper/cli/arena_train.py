@@ -8,12 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import tyro
 
+from esper.arena.scenarios import Scenario, find_scenario
 from esper.cli.arena_battles import memory_errors
 from esper.cli.command import OK, CommandError, CommandResult, failures, how_to_resume, in_group, print_profile, show_plan
 from esper.cli.parse import parse, saved_config, settings_of, short_names, take_option, train_defaults
-from esper.config import NonNegativeInt, PositiveFloat, describe
+from esper.config import NonNegativeInt, describe
 from esper.league.config import ArenaTrainConfig
 from esper.runs.signals import StopSignals
 from esper.text_table import did_you_mean
@@ -36,11 +38,10 @@ class ArenaArguments(ArenaTrainConfig):
     """folder of the run; None: runs/arena-<teams>-<time>"""
     config: Path | None = None
     """TOML file with values for any of these options"""
+    scenario: str | None = None
+    """settings of the arena from a scenario: 2v2-open-v1 or 5v5-city-v1; other options change them"""
     resume: _Flag = False
     """go on with the run in --run, as it was configured; --total-steps may ask for more"""
-    minutes: PositiveFloat | None = None
-    """stop after this time, with a checkpoint and a last evaluation. Learning rate and entropy follow --total-steps: set it to what the
-    time allows, else they end high"""
     profile: NonNegativeInt = 0
     """profile this many updates after a warm-up: a trace in the run folder and a table of the shares of time; 0: none"""
     dry_run: _Flag = False
@@ -76,7 +77,8 @@ def train_words(argv: list[str]) -> list[str]:
 DESCRIPTION = """Trains a player for team battles against scripted bots, past selves and itself, and keeps everything in a run folder.
 
   esper arena train --device cuda --team-size 5 --battles 1024
-  esper arena train --team-size 2 --battles 64 --minutes 30 --total-steps 3000000
+  esper arena train --team-size 2 --battles 64 --minutes 30
+  esper arena train --scenario 2v2-open-v1 --battles 512
   esper arena eval runs/arena-... --against strong
 
 One policy drives every unit of its side. In --bot-share of the battles it fights scripted bots, in --past-share past selves from its
@@ -97,16 +99,32 @@ Several processes, each with --battles battles and, where there are, a GPU of it
 def run(argv: list[str], prog: str) -> CommandResult:
     check_options(argv, prog)
     words = train_words(argv)
-    arguments = parse(
-        ArenaArguments,
-        words,
-        prog,
-        default=train_defaults(ArenaArguments, ArenaTrainConfig, words, saved=partial(saved_config, ArenaTrainConfig, "arena")),
-        description=DESCRIPTION,
-    )
+    scenario = _scenario(words)
+    default = train_defaults(ArenaArguments, ArenaTrainConfig, words, saved=partial(saved_config, ArenaTrainConfig, "arena"))
+    if scenario is not None:
+        default = msgspec.structs.replace(default, arena=scenario.arena)
+    arguments = parse(ArenaArguments, words, prog, default=default, description=DESCRIPTION)
     config = arguments.settings()
+    if scenario is not None and scenario.is_test_seed(config.ppo.seed):
+        raise CommandError(
+            f"--seed {config.ppo.seed} makes the test maps of {scenario.name}, which nobody may train on; choose another one"
+        )
     with in_group(config.device) as group, memory_errors(config.arena):
         return _dry_run(config, group, begins=not arguments.resume) if arguments.dry_run else _train(config, arguments, group)
+
+
+def _scenario(words: list[str]) -> Scenario | None:
+    """Return the scenario that the options name, or None."""
+    name = take_option(list(words), "--scenario")
+    if name is None:
+        return None
+    given = [word for word in words if word.partition("=")[0] in ("--config", "--resume")]
+    if given:
+        raise CommandError(f"--scenario sets the arena, which {given[0].partition('=')[0]} reads; leave one of them out")
+    try:
+        return find_scenario(name)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
 
 
 def _dry_run(config: ArenaTrainConfig, group: Group, *, begins: bool) -> CommandResult:
@@ -128,13 +146,13 @@ def _dry_run(config: ArenaTrainConfig, group: Group, *, begins: bool) -> Command
 
 
 def _battles_by_opponent(env: SelfPlay) -> dict[str, int]:
-    """Return the number of battles against each bot, past selves and itself."""
+    """Return the number of battles against bots, past selves and itself."""
     from esper.league.opponents import is_slot
 
     counts: dict[str, int] = {}
-    for group in env.opponent_groups:
-        name = "past selves" if is_slot(group.name) else group.name
-        counts[name] = counts.get(name, 0) + len(group.battles)
+    for group, battles in env.groups.items():
+        name = "past selves" if is_slot(group) else group
+        counts[name] = counts.get(name, 0) + len(battles)
     return counts
 
 
@@ -146,24 +164,22 @@ def _train(config: ArenaTrainConfig, arguments: ArenaArguments, group: Group) ->
     from esper.runs.folder import default_folder
 
     folder = group.first(lambda: arguments.run or default_folder(f"arena-{config.arena.team_size}v{config.arena.team_size}"))
-    ends_at = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
+    taken = seconds_taken(folder) if arguments.resume and config.minutes is not None else 0.0
+    ends_at = None if config.minutes is None else time.monotonic() + 60 * config.minutes - taken
     stop = StopSignals("update and the battles of its checkpoint")
     options: dict[str, Any] = {
         "sinks": [progress_sink(ArenaProgress(_members(folder) if arguments.resume else (), ends_at=ends_at))],
-        "should_stop": lambda: stop.was_asked() or (ends_at is not None and time.monotonic() >= ends_at),
+        "should_stop": stop.was_asked,
         "group": group,
         "profile": arguments.profile,
     }
     with failures(folder, "arena train", FloatingPointError, LeagueError), stop:
         result = train_arena(config, folder, resume=arguments.resume, **options)
-        ended_by_clock = result.status == "stopped" and not group.any(stop.was_asked())
-        evaluation = group.first(lambda: _evaluated(folder, config)) if ended_by_clock else result.evaluation
         progress = group.first(lambda: read_progress(folder))
-    record = None if evaluation is None else _record(evaluation)
-    _print_summary(result, record, progress, config, ended_by_clock=ended_by_clock)
+    record = None if result.evaluation is None else _record(result.evaluation)
+    _print_summary(result, record, progress, config)
     print_profile(result.profile)
-    is_interrupted = result.status == "stopped" and not ended_by_clock
-    return CommandResult(_as_json(result, record, progress, config), stop.exit_code if is_interrupted else OK)
+    return CommandResult(_as_json(result, record, progress, config), stop.exit_code if result.status == "stopped" else OK)
 
 
 def _members(folder: Path) -> tuple[str, ...]:
@@ -177,13 +193,18 @@ def _members(folder: Path) -> tuple[str, ...]:
         return ()
 
 
-def _evaluated(folder: Path, config: ArenaTrainConfig) -> PolicyEvaluation | None:
-    """Evaluate the best player of a run that ended by the clock. For a run that ends by its steps, the `RunResult` has the evaluation."""
-    from esper.devices import find_device
-    from esper.league.training import BotEvaluator, load_player
+def seconds_taken(folder: Path) -> float:
+    """Return the seconds that a run to be resumed has been trained for; 0 if its checkpoint cannot be read, which resuming reports."""
+    from esper.rl.checkpoints import open_store
+    from esper.runs import CheckpointError
 
-    policy, _ = load_player(folder, device=find_device(config.device))
-    return BotEvaluator(config, folder).score(policy, 1, name="best")
+    try:
+        store = open_store(folder)
+        counters = store.load("latest").state["ppo"]["counters"] if store.has_any() else {}
+    except CheckpointError:
+        return 0.0
+    seconds: float = counters.get("seconds", 0.0)  # an early version of esper did not count them
+    return seconds
 
 
 def _record(evaluation: PolicyEvaluation) -> WinRecord:
@@ -192,15 +213,12 @@ def _record(evaluation: PolicyEvaluation) -> WinRecord:
     return WinRecord.of_pairs(evaluation.returns)
 
 
-def _print_summary(
-    result: RunResult, record: WinRecord | None, progress: ArenaProgress, config: ArenaTrainConfig, *, ended_by_clock: bool
-) -> None:
+def _print_summary(result: RunResult, record: WinRecord | None, progress: ArenaProgress, config: ArenaTrainConfig) -> None:
     folder = shlex.quote(str(result.folder))
     if result.status == "had finished":
-        print(f"{folder} had already finished its {result.step:,} steps; ask for more with --total-steps")
+        print(f"{folder} had already finished its {result.step:,} steps; ask for more with --total-steps or --minutes")
     else:
-        how = "the time is up" if ended_by_clock else result.status
-        print(f"{how} after {progress.updates}, {result.step:,} steps, in {result.seconds:.1f} s")
+        print(f"{result.status} after {progress.updates}, {result.step:,} steps, in {result.seconds:.1f} s")
     print(f"lately           {progress.against}")
     if record is not None:
         print(f"best player      against {config.eval_against} {record.in_words()}")
@@ -208,21 +226,9 @@ def _print_summary(
     print(f"run folder       {folder}")
     if result.status == "stopped":
         print(f"a checkpoint is saved; {how_to_resume('arena train', result.folder)}")
-    if ended_by_clock:
-        unfinished = f"learning rate and entropy follow --total-steps, {config.total_steps:,} here, and had not come to their end"
-        print(f"next time        {unfinished}; as long a run takes about --total-steps {_rounded(result.step)}")
-    if ended_by_clock or result.status != "stopped":
+    if result.status != "stopped":
         print(f"how good is it   esper arena eval {folder} --against {config.eval_against}")
         print(f"see it fight     esper arena eval {folder} --battles 16 --replay {folder} && esper arena watch {folder}")
-
-
-def _rounded(steps: int) -> int:
-    """Round to two digits.
-
-    >>> _rounded(12_345_678)
-    12000000
-    """
-    return int(float(f"{steps:.1e}"))
 
 
 def _as_json(result: RunResult, record: WinRecord | None, progress: ArenaProgress, config: ArenaTrainConfig) -> dict[str, Any]:

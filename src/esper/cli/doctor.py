@@ -25,7 +25,8 @@ EXTRAS = {
     "data": ("pyarrow", "pillow"),
     "lightning": ("lightning",),
     "transformers": ("transformers", "accelerate"),
-    "league": ("openskill",),
+    "league": ("openskill", "numba"),
+    "cuda": ("numba-cuda",),
     "dashboard": ("nicegui",),
     "query": ("duckdb",),
 }

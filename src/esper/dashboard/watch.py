@@ -24,7 +24,7 @@ def serve_runs(*roots: Path | str, port: int = 0, show: bool = True, announce: C
     folders = list(map(Path, roots))
     if missing := next((folder for folder in folders if not folder.is_dir()), None):
         raise RunError(f"{missing} is no folder; give a run or a folder with runs")
-    _check_nicegui("the dashboard")
+    check_nicegui("the dashboard")
     from esper.dashboard.app import build_app
     from esper.dashboard.data import Watcher, name_in_address
 
@@ -40,13 +40,14 @@ def serve(path: Path | str, *, port: int = 0, show: bool = True, announce: Calla
     """
     path = Path(path)
     _check_any_can_be_played(list_replays(path))  # raise here rather than show the reason in the browser
-    _check_nicegui("the page that plays replays")
+    check_nicegui()
     from esper.dashboard.page import build_app
 
     _serve(build_app(lambda: list_replays(path)), port=port, show=show, announce=announce)
 
 
-def _check_nicegui(what: str) -> None:
+def check_nicegui(what: str = "the page that plays replays") -> None:
+    """Raise ImportError if the package that serves pages is missing."""
     if importlib.util.find_spec("nicegui") is None:
         raise ImportError(f"{what} needs NiceGUI; install it with: pip install 'esper-grow[dashboard]'")
 

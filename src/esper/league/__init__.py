@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         UnitNetworkConfig as UnitNetworkConfig,
     )
     from esper.league.league import LEARNER as LEARNER, League as League, LeagueError as LeagueError, TrialResult as TrialResult
+    from esper.league.player_file import load_player_file as load_player_file, save_player as save_player
     from esper.league.ratings import Rating as Rating
     from esper.league.record import WinRecord as WinRecord, WinTable as WinTable
     from esper.league.standing_table import PlayerStanding as PlayerStanding, standing_rows as standing_rows, standings as standings

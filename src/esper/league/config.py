@@ -7,14 +7,16 @@ from typing import Annotated, ClassVar, Literal, get_args
 from msgspec import Meta
 
 from esper.arena.config import ArenaConfig, TeamSize
-from esper.config import Config, ConfigError, Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Threads, Width
+from esper.config import Config, ConfigError, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Threads, Width
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.run_config import ShownConfig
 
 PairedBattles = Annotated[int, Meta(ge=2, le=2**20, multiple_of=2)]  # battles of a match: two on every map, one from each side
 EvenCount = Annotated[int, Meta(ge=0, le=2**20, multiple_of=2)]  # the same, or 0 for no match
-Anchor = Literal["random", "weak", "middle", "strong"]  # same as `esper.arena.bots.BOTS`, which is not imported because it imports torch
+# The same as `esper.arena.bots.BOTS`, which is not imported because it imports torch.
+Anchor = Literal["random", "weak", "middle", "strong", "strong-v1", "expert"]
 ANCHORS: tuple[str, ...] = get_args(Anchor)
+RATED: tuple[str, ...] = ("random", "weak", "middle", "strong")  # bots that are part of every league
 
 
 class LeagueConfig(Config):
@@ -36,6 +38,8 @@ class UnitNetworkConfig(Config):
     width: Width = 128  # encoding of the whole observation, input of the core
     head_width: Width = 64  # hidden layer of the actor and of the critic
     state_width: Width = 64  # encoding of the whole battle, for a centralised critic
+    motion: Literal["categorical", "gaussian"] = "categorical"  # heads of motion: a few choices each, or numbers from -1 to 1
+    points: bool = True  # compute the logit of a target from its encoding; false: from the unit's hidden layer alone
 
 
 class SelfPlayConfig(Config):
@@ -43,14 +47,15 @@ class SelfPlayConfig(Config):
 
     RENAMED: ClassVar = {"past_seats": "opponent_slots", "seat_rollouts": "slot_rollouts"}
 
-    bots: tuple[Anchor, ...] = ("middle", "strong")  # scripted opponents with equal shares; a bot named twice gets twice as many battles
+    bots: tuple[Anchor, ...] = ("weak", "middle", "strong-v1")  # scripted opponents
+    bot_draw: Literal["difficulty", "even"] = "difficulty"  # draw the bot of a battle by the league's hardness, or all equally often
     bot_share: Fraction = 0.5  # share of battles against bots
     past_share: Fraction = 0.25  # share of battles against past selves
     opponent_slots: PositiveInt = 1  # past selves that play at the same time
     slot_rollouts: PositiveInt | None = None  # rollouts that a past self stays in its slot; None: long enough to finish a battle
     first_team: TeamSize | None = None  # curriculum: largest team size at the start; None: no curriculum
     team_grows: PositiveInt = 20  # curriculum: updates until the teams grow by one
-    enter_every: PositiveInt = 25  # updates between two candidates for the league
+    enter_every: PositiveInt = 50  # updates between two candidates for the league
     entry_battles: PairedBattles = 64  # battles of a candidate's trial against each anchor and the best member, two on every map
     opponent_device: str | None = None  # device of the past selves; None: the learner's
 
@@ -64,16 +69,18 @@ class SelfPlayConfig(Config):
 class ArenaTrainConfig(ShownConfig):
     """A training run by self-play: the arena, the opponents, the league and the learner."""
 
-    arena: ArenaConfig = ArenaConfig()
+    REMOVED: ClassVar = {"compile": False}
+
+    arena: ArenaConfig = ArenaConfig(state_view=True)
     selfplay: SelfPlayConfig = SelfPlayConfig()
     league: LeagueConfig = LeagueConfig()
     unit: UnitNetworkConfig = UnitNetworkConfig()
     start_from: str | None = None  # file with the first weights, from a league: RUN/league/members/NAME.safetensors; None: random weights
     total_steps: PositiveInt = 20_000_000  # steps of all ranks; a step is one decision of one learning unit, alive or not
+    minutes: PositiveFloat | None = None  # training ends after this time, and schedules follow it; None: by total_steps alone
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if available
     threads: Threads | None = None  # CPU threads of torch; None: torch's default
     deterministic: bool = False  # bitwise equal runs on a GPU too, with slower kernels; otherwise cuDNN chooses the fastest kernels
-    compile: bool = False  # compile the arena with torch.compile: a minute or two at the start, then twice as fast on a CPU
     checkpoint_every: PositiveInt = 25  # updates between checkpoints
     keep: PositiveInt = 2  # checkpoints to keep, besides the best
     eval_battles: EvenCount = 128  # battles against `eval_against` at every checkpoint, to find the best one, two on every map; 0: none
@@ -82,9 +89,12 @@ class ArenaTrainConfig(ShownConfig):
     ppo: PPOConfig = PPOConfig(
         num_steps=32,
         num_epochs=3,
-        num_minibatches=16,
-        learning_rate=2e-3,
+        num_minibatches=8,
+        learning_rate=1e-3,
         learning_rate_schedule="linear",
+        learning_rate_end=1e-4,
+        gamma=0.997,
+        gae_lambda=0.97,
         entropy_coef=0.01,
         entropy_coef_end=0.001,
         normalize_observations=False,

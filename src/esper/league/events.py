@@ -21,6 +21,7 @@ class RoundFought(Event, tag="round_fought"):
     opponents: list[str]  # past selves in the opponent slots
     team: int  # largest team size of battles that begin now
     overflow: int  # shots since the last event that were lost because no projectile slot was free
+    agent_steps: int = 0  # decisions of living units of the learner in the rollout
     reward: dict[str, float] = {}  # parts of the reward, summed over the decisions of the rollout, mean over the learning units
 
     def shown(self) -> Mapping[str, Any]:

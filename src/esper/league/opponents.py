@@ -1,9 +1,9 @@
-"""Opponents of the learner: their shares of the battles, and the past selves that fill the opponent slots.
+"""Opponents of the learner: their shares of the battles, the bots, and the past selves that fill the opponent slots.
 
-The battles of a run are divided once, at the start, into groups: one for each bot, one for each opponent slot, and the rest, in which the
-learner plays both sides. A past self fills a slot for a fixed number of rollouts, or until it leaves the league. When the player of a slot
-changes in the middle of a battle, the new player lacks the memories of the old one, so the result says little about either. Such a battle
-is not counted.
+The battles of a run are divided once, at the start, into groups: one for all bots, one for each opponent slot, and the rest, in which the
+learner plays both sides. Every battle against a bot draws its bot when it begins. A past self fills a slot for a fixed number of rollouts,
+or until it leaves the league. When the player of a slot changes in the middle of a battle, the new player lacks the memories of the old
+one, so the result says little about either. Such a battle is not counted.
 
 Shapes: B = battles.
 """
@@ -12,19 +12,25 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.random import Generator
 from torch import Tensor
 
+from esper.arena.arena import Arena, StepResult
+from esper.arena.bots import BOTS
 from esper.league.config import SelfPlayConfig
 from esper.league.league import League
-from esper.league.players import Player, PolicyPlayer
+from esper.league.players import PolicyPlayer
 from esper.rl.policy import Policy
+from esper.vecenv import Actions
 
 SELF = "self"  # name of the group in which the learner plays both sides
+SCRIPTED = "bots"  # name of the group of the bots
 _SLOT = "slot "  # groups of opponent slots are named "slot 0", "slot 1", ...
 
 
@@ -34,17 +40,17 @@ def is_slot(name: str) -> bool:
 
 
 def divide_battles(config: SelfPlayConfig, battles: int) -> dict[str, int]:
-    """Return the number of battles per group: bots by name, opponent slots ("slot 0"), and the rest as "self".
+    """Return the number of battles per group: "bots", opponent slots ("slot 0"), and the rest as "self".
 
-    Raises ValueError if the shares would leave an opponent without a battle.
+    Raises ValueError if the shares would leave a group without a battle.
 
-    >>> divide_battles(SelfPlayConfig(bots=("weak", "strong"), bot_share=0.5, past_share=0.25, opponent_slots=2), 16)
-    {'weak': 4, 'strong': 4, 'slot 0': 2, 'slot 1': 2, 'self': 4}
+    >>> divide_battles(SelfPlayConfig(bot_share=0.5, past_share=0.25, opponent_slots=2), 16)
+    {'bots': 8, 'slot 0': 2, 'slot 1': 2, 'self': 4}
     """
-    # Share of all battles per opponent, without the learner itself.
+    # Share of all battles per group, without the learner itself.
     shares: dict[str, float] = {}
     if config.bot_share:
-        shares |= {name: config.bot_share * config.bots.count(name) / len(config.bots) for name in config.bots}
+        shares[SCRIPTED] = config.bot_share
     if config.past_share:
         shares |= {f"{_SLOT}{index}": config.past_share / config.opponent_slots for index in range(config.opponent_slots)}
     counts = _rounded(shares, battles)
@@ -69,13 +75,40 @@ def _is_fair(counts: dict[str, int]) -> bool:
     return counts[SELF] >= 0 and all(count > 0 for name, count in counts.items() if name != SELF)
 
 
-@dataclass
-class OpponentGroup:
-    """The battles that the learner fights against one opponent. `opponent` is None where the learner plays both sides."""
+class BotOpponents:
+    """The bots of some battles, [n] indices, on the given sides [n]. A battle keeps its bot until it ends."""
 
-    name: str  # name of a bot, name of an opponent slot ("slot 0"), or "self"
-    battles: Tensor  # [n] indices of the battles
-    opponent: Player | None
+    def __init__(self, arena: Arena, battles: Tensor, sides: Tensor, *, seed: int) -> None:
+        self.arena, self.seed = arena, seed
+        self.is_bot = torch.zeros(2, arena.config.battles, dtype=torch.bool, device=arena.device)
+        self.is_bot[sides, battles] = True
+        self.bots = torch.full((2, arena.config.battles), -1, dtype=torch.int32, device=arena.device)  # index in BOTS; -1: no bot
+        self.next = torch.zeros(arena.config.battles, dtype=torch.int32, device=arena.device)
+
+    def draw(self, chances: Mapping[str, float], rng: Generator) -> None:
+        """Draw the bots of the battles that begin from now on."""
+        numbers = [BOTS.index(name) for name in chances]
+        drawn = rng.choice(numbers, size=len(self.next), p=list(chances.values()))
+        self.next.copy_(torch.from_numpy(drawn.astype(np.int32)))
+
+    def begin(self) -> None:
+        """Let all battles begin with their next bots."""
+        self.bots.copy_(torch.where(self.is_bot, self.next, -1))
+
+    def follow(self, result: StepResult) -> None:
+        """Give battles that have ended their next bots."""
+        self.bots.copy_(torch.where(self.is_bot & result.ended, self.next, self.bots))
+
+    def act(self, actions: Actions) -> None:
+        """Write the actions of the bots' units."""
+        self.arena.simulation.act(self.bots, salt=self.seed, into=actions)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"bots": self.bots.clone(), "next": self.next.clone()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.bots.copy_(saved["bots"])
+        self.next.copy_(saved["next"])
 
 
 @dataclass

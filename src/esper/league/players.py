@@ -13,6 +13,7 @@ from torch import Tensor
 from esper.arena.arena import StepResult
 from esper.arena.bots import Bot
 from esper.arena.env import unit_rows
+from esper.arena.orders import as_motion
 from esper.rl.collector import Staging
 from esper.rl.policy import Policy
 from esper.vecenv import Actions
@@ -44,10 +45,10 @@ class BotPlayer:
         return {name: value[self.rows] for name, value in self.bot.act().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"generator": self.bot.generator.get_state()}
+        return {}  # what a bot draws depends on its seed and on the battle only
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.bot.generator.set_state(saved["generator"].cpu())
+        pass
 
 
 class PolicyPlayer:
@@ -90,7 +91,7 @@ class PolicyPlayer:
         state = self.state.masked_fill(seen["starts"].unsqueeze(1), 0.0)
         features, self.state = policy.step(policy.normalize(obs), state)
         noise = None if self.generator is None else distribution.noise((len(self.rows),), self.generator)
-        return distribution.actions(distribution.choose(policy.decide(features), masks, noise))
+        return as_motion(distribution.actions(distribution.choose(policy.decide(features), masks, noise)))
 
     def reset_memory(self) -> None:
         """Reset the recurrent state of all rows, because the policy has changed."""

@@ -62,6 +62,7 @@ class Rollout:
     terminated: Tensor
     truncated: Tensor
     valid: Tensor  # bool: the step was real
+    acts: Tensor  # bool: the action had an effect; otherwise the step teaches values only
     values: Tensor  # in units of the reward
     next_values: Tensor  # value of the state after the step; 0 where the episode terminated
     hidden_squares: Tensor  # [LOOKS, N] mean square of the memory after some of the steps; nan without a memory
@@ -90,6 +91,7 @@ class Rollout:
             terminated=zeros(dtype=torch.bool),
             truncated=zeros(dtype=torch.bool),
             valid=torch.ones(shape, dtype=torch.bool, device=device),
+            acts=torch.ones(shape, dtype=torch.bool, device=device),
             values=zeros(),
             next_values=zeros(),
             hidden_squares=torch.zeros(LOOKS, num_envs, device=device),
@@ -164,11 +166,12 @@ def prepare(rollout: Rollout, policy: Policy, config: PPOConfig, reward_normaliz
     flat_masks = {head: mask.flatten(0, 1) for head, mask in rollout.masks.items()}
     old = policy.distribution.evaluate(rollout.parameters.flatten(0, 1), flat_choice, flat_masks)
     real = valid.flatten().to(advantages.dtype)  # [M]
-    weight = policy.distribution.relevance(flat_choice).to(real.dtype) * real.unsqueeze(1)  # [M, J]
-    counted = real.unsqueeze(1) if config.ratio == "joint" else weight
+    acted = (valid & rollout.acts).flatten().to(advantages.dtype)  # [M]
+    weight = policy.distribution.relevance(flat_choice).to(real.dtype) * acted.unsqueeze(1)  # [M, J]
+    counted = acted.unsqueeze(1) if config.ratio == "joint" else weight
     flat_advantages = advantages.flatten()
     per_head = (
-        normalize_advantages(flat_advantages, counted, real, group)
+        normalize_advantages(flat_advantages, counted, acted, group)
         if config.normalize_advantages
         else flat_advantages.unsqueeze(1) * counted
     )

@@ -213,6 +213,7 @@ class Collector:
         noise = distribution.noise((self.num_steps, self.env.num_envs), generator)
         empty_masks = torch.zeros(self.env.num_envs, len(distribution.head_names), dtype=torch.bool, device=self.device)  # [N, J]
         rollout.valid.fill_(True)
+        rollout.acts.fill_(True)
         act = fused_step(self.policy) or plain_step(self.policy)  # made for each rollout, because it copies the weights
         decisions = [self._step(rollout, step, Noise(*drawn), empty_masks, act) for step, drawn in enumerate(zip(*noise, strict=True))]
         # Copy the decisions of all steps at once: one stack per tensor instead of one copy per step.
@@ -269,8 +270,9 @@ class Collector:
         if self._to_learner is None:
             return timestep
         parts = {"reward": timestep.reward, "terminated": timestep.terminated, "truncated": timestep.truncated}
-        if timestep.valid is not None:
-            parts["valid"] = timestep.valid
+        for name in ("valid", "acts"):
+            if (flags := getattr(timestep, name)) is not None:
+                parts[name] = flags
         groups = {"obs/": timestep.obs, "masks/": timestep.masks, "final/": timestep.final_obs or {}}
         for prefix, group in groups.items():
             parts |= {prefix + name: value for name, value in group.items()}
@@ -285,6 +287,7 @@ class Collector:
             masks=masks,
             final_obs=final or None,
             valid=moved.get("valid"),
+            acts=moved.get("acts"),
         )
 
     def _to_env_device(self, actions: Actions) -> Actions:
@@ -314,6 +317,8 @@ class Collector:
         if after.valid is not None:
             rollout.valid[step] = after.valid
             starts |= ~after.valid
+        if after.acts is not None:
+            rollout.acts[step] = after.acts
         self.starts = starts
         if self.checks_at_once and not bool(starts.any()):  # the usual case, where reading the device is free
             self.state = state

@@ -25,7 +25,7 @@ class Samples(NamedTuple):
 
     advantages: Tensor  # [M, J], 0 where a head did not matter
     old_log_prob: Tensor  # [M, J]
-    weight: Tensor  # [M, J] 1 where the step was real and the head mattered, else 0
+    weight: Tensor  # [M, J] 1 where the step was real, its action had an effect and the head mattered, else 0
     valid: Tensor  # [M] 1 where the step was real, else 0
     target: Tensor  # [M] return in the critic's units
     old_value: Tensor  # [M] in the critic's units
@@ -109,7 +109,7 @@ def _value_loss(predicted: Tensor, samples: Samples, clip: float | None) -> Tens
 
 
 def normalize_advantages(advantages: Tensor, weight: Tensor, valid: Tensor, group: Group = ALONE) -> Tensor:
-    """Return advantages [M] per head [M, J], centred over the steps where the head mattered, and divided by the spread over all real steps.
+    """Return advantages [M] per head [M, J], centred over the steps where the head mattered, and divided by the spread over `valid` steps.
 
     Mean and spread are over all ranks. Centring per head is a baseline that knows whether the head mattered: the choice of a slot is not
     blamed for the decision to use one. A head that mattered in one step only gets 0 there.

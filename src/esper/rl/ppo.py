@@ -144,6 +144,7 @@ class PPO:
             schedule=learning_rate,
         )
         self.step = 0  # steps of all environments of all ranks so far
+        self.seconds = 0.0  # that training has taken so far, with what its caller did between updates
         self.updates = 0
         self.skipped = 0  # gradient steps that were not finite so far
         self.telemetry = Telemetry()
@@ -157,21 +158,25 @@ class PPO:
     def steps_per_update(self) -> int:
         return self.config.num_steps * self.env.num_envs * self.group.world_size
 
-    def train(self, total_steps: int) -> Iterator[Update]:
-        """Train until the environments have taken `total_steps` steps, including those before this call. Yield after every update."""
+    def train(self, total_steps: int, *, seconds: float | None = None) -> Iterator[Update]:
+        """Train until the environments have taken `total_steps` steps, including those before this call. Yield after every update.
+
+        With `seconds`, training ends after that time if it is earlier, and schedules follow steps or time, whichever is ahead.
+        """
         if total_steps < 1:
             raise ValueError(f"total_steps must be at least 1; got {total_steps}")
         done, updates, without_reward = None, 0, 0  # time, updates of this call, updates in a row without a finite reward
-        while self.step < total_steps:
+        while self.progress(total_steps, seconds) < 1.0:
             other = 0.0 if done is None else time.perf_counter() - done  # time that the caller spent since the previous update
             watch = Stopwatch(self.device)
             watch.mark()
+            progress = self.progress(total_steps, seconds)  # when the rollout begins
             rollout = self.collect()
             watch.mark()
-            begun_at = self.step - self.steps_per_update  # step at which this rollout began; `collect` has counted it already
-            outcome = self.update(rollout, progress=min(1.0, begun_at / total_steps))
+            outcome = self.update(rollout, progress=progress)
             watch.mark()
             collect_seconds, update_seconds = watch.seconds()
+            self.seconds += collect_seconds + update_seconds + other
             with TELEMETRY:
                 update = self._report(outcome, collect_seconds, update_seconds, other)
             done = time.perf_counter()
@@ -182,13 +187,19 @@ class PPO:
                     "the events of kind 'skipped' show which part of the loss it was"
                 )
             updates, without_reward = updates + 1, 0 if self._has_reward else without_reward + 1
-            is_all = without_reward == updates and self.step >= total_steps  # a short training had no finite reward at all
+            is_over = self.progress(total_steps, seconds) == 1.0
+            is_all = without_reward == updates and is_over  # a short training had no finite reward at all
             if without_reward >= self.config.max_skips or is_all:
                 which = "update" if without_reward == 1 else f"{without_reward} updates"
                 raise TrainingStopped(
                     f"no reward was finite in the last {which} (limit {self.config.max_skips}), so nothing was learned; look for NaN and "
                     "infinity in the rewards of the environment"
                 )
+
+    def progress(self, total_steps: int, seconds: float | None = None) -> float:
+        """Return the share of training that is done, from 0 to 1, by the steps or by the time, whichever is ahead."""
+        by_time = 0.0 if seconds is None else self.group.first(lambda: self.seconds) / seconds
+        return min(1.0, max(self.step / total_steps, by_time))
 
     def learn(self, total_steps: int, callback: Callback | None = None) -> PPO:
         """Train until `total_steps` steps in all. `callback(ppo, update)` is called after every update; False ends training."""
@@ -422,7 +433,7 @@ class PPO:
             "policy_training": self.policy.training_state(),
             "learner": learner,
             **own,
-            "counters": {"step": self.step, "updates": self.updates, "skipped": self.skipped},
+            "counters": {"step": self.step, "updates": self.updates, "skipped": self.skipped, "seconds": self.seconds},
             "monitor": {**self.monitor.state_dict(), **self.telemetry.state_dict()},
             **({"other_ranks": others} if others else {}),
         }
@@ -434,7 +445,9 @@ class PPO:
         self.policy.load_training_state(state["policy_training"])
         self.learner.load_state_dict(state["learner"])
         self.streams.load_state_dict(state["streams"])
-        self.step, self.updates, self.skipped = (state["counters"][name] for name in ("step", "updates", "skipped"))
+        counters = state["counters"]
+        self.step, self.updates, self.skipped = (counters[name] for name in ("step", "updates", "skipped"))
+        self.seconds = counters.get("seconds", 0.0)  # an early version of esper did not count them
         if "monitor" in state:  # an early version of esper had none
             self.monitor.load_state_dict(state["monitor"])
             self.telemetry.load_state_dict(state["monitor"])

@@ -325,7 +325,7 @@ def _resume(config: Any, folder: Path, options: Options) -> RunResult:
     """Continue the run in a folder from its latest checkpoint, or from the start if it has none. The caller holds its lock."""
     trainer, group = options.trainer, options.group
     checkpoint = group.first(lambda: _latest(folder))
-    is_trained = checkpoint is not None and checkpoint.step >= trainer.total_steps(config, group)
+    is_trained = checkpoint is not None and _is_trained(checkpoint, trainer.total_steps(config, group), _seconds_of(config))
     # The run had finished if all steps were trained and the evaluation at the end was done, or none is configured.
     if checkpoint is not None and is_trained and not group.first(lambda: trainer.is_evaluated(config) and not _has_evaluation(folder)):
         group.first(lambda: _write_further_files(trainer, folder, config, checkpoint))
@@ -340,6 +340,18 @@ def _resume(config: Any, folder: Path, options: Options) -> RunResult:
             contextlib.closing(_Session(config, folder, ppo, relay, log, options)) as session,
         ):
             return session.run() if before is None else session.continue_from(before, is_trained=is_trained)
+
+
+def _seconds_of(config: Any) -> float | None:
+    """Return the seconds after which training ends; None if the config has no time limit."""
+    minutes: float | None = getattr(config, "minutes", None)
+    return None if minutes is None else 60.0 * minutes
+
+
+def _is_trained(checkpoint: Checkpoint, total_steps: int, seconds: float | None) -> bool:
+    """Return whether training had ended with this checkpoint."""
+    taken = checkpoint.state["ppo"]["counters"].get("seconds", 0.0)  # an early version of esper did not count them
+    return checkpoint.step >= total_steps or (seconds is not None and taken >= seconds)
 
 
 def _latest(folder: Path) -> Checkpoint | None:
@@ -456,9 +468,9 @@ class _Session:
     def run(self) -> RunResult:
         """Train until the last step, or until a user stops the run. Save and evaluate checkpoints on the way."""
         ppo, config, group = self.ppo, self.config, self.options.group
-        total_steps = self._start()
+        total_steps, seconds = self._start(), _seconds_of(config)
         try:
-            for update in ppo.train(total_steps):
+            for update in ppo.train(total_steps, seconds=seconds):
                 with TELEMETRY:
                     self._write_events_of_others()
                 if self.profiler is not None:
@@ -466,7 +478,7 @@ class _Session:
                 was_asked, callback = self.options.should_stop(), self.options.callback
                 is_ended_by_callback = callback is not None and callback(ppo, update) is False
                 stops = group.any(was_asked or is_ended_by_callback)
-                is_last = update.step >= total_steps
+                is_last = ppo.progress(total_steps, seconds) == 1.0
                 is_due = is_last or update.update % config.checkpoint_every == 0
                 if stops or is_due:
                     self._save(update, is_due=is_due, is_last=is_last)

@@ -37,8 +37,9 @@ def check_timestep(env: HasSpecs, timestep: Timestep) -> None:
     _check_tensor(env.device, "reward", timestep.reward, count, torch.float32)
     _check_tensor(env.device, "terminated", timestep.terminated, count, torch.bool)
     _check_tensor(env.device, "truncated", timestep.truncated, count, torch.bool)
-    if timestep.valid is not None:
-        _check_tensor(env.device, "valid", timestep.valid, count, torch.bool)
+    for name in ("valid", "acts"):
+        if (flags := getattr(timestep, name)) is not None:
+            _check_tensor(env.device, name, flags, count, torch.bool)
     check_masks(env, timestep.masks, env.device)
     if timestep.final_obs is not None:
         _check_obs(env, "final observation", timestep.final_obs)
@@ -65,8 +66,8 @@ def check_env(env: VecEnv, steps: int = 100, generator: torch.Generator | None =
     generator = generator or torch.Generator().manual_seed(0)
     timestep = env.reset(seed=0)
     check_timestep(env, timestep)
-    if timestep.reward.any() or timestep.ended.any() or timestep.valid is not None:
-        raise ValueError("after reset the reward must be 0, terminated and truncated must be false, and valid must be None")
+    if timestep.reward.any() or timestep.ended.any() or timestep.valid is not None or timestep.acts is not None:
+        raise ValueError("after reset the reward must be 0, terminated and truncated must be false, valid and acts must be None")
     for _ in range(steps):
         before = _flat(timestep)
         kept = {name: value.clone() for name, value in before.items()}
@@ -164,8 +165,9 @@ def _check_saving(env: VecEnv, saveable: Saveable, masks: Masks, generator: torc
 def _flat(timestep: Timestep) -> dict[str, Tensor]:
     """Return every tensor of a timestep, by a name for error messages."""
     values = {"reward": timestep.reward, "terminated": timestep.terminated, "truncated": timestep.truncated}
-    if timestep.valid is not None:
-        values["valid"] = timestep.valid
+    for name in ("valid", "acts"):
+        if (flags := getattr(timestep, name)) is not None:
+            values[name] = flags
     values |= {f"obs[{name!r}]": value for name, value in timestep.obs.items()}
     values |= {f"masks[{name!r}]": value for name, value in timestep.masks.items()}
     values |= {f"final_obs[{name!r}]": value for name, value in (timestep.final_obs or {}).items()}

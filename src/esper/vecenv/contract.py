@@ -46,7 +46,8 @@ class Timestep:
     `reward`, `terminated` and `truncated` belong to the action just taken, `obs` and `masks` to the next one. `final_obs` has the last
     observations of ended episodes; its other rows are meaningless, and it may be None if no episode was truncated. `valid` is false where
     the action was ignored because the environment only reset itself; the next `obs` of such a row starts an episode. `valid=None` means
-    that no action was ignored.
+    that no action was ignored. `acts` is false where the step was real but the action had no effect, as that of a dead unit whose team
+    goes on: such a step teaches values only. `acts=None` means that all actions had one.
     """
 
     obs: Obs
@@ -56,6 +57,7 @@ class Timestep:
     masks: Masks = field(default_factory=dict)
     final_obs: Obs | None = None
     valid: Tensor | None = None  # [N] bool
+    acts: Tensor | None = None  # [N] bool
 
     @property
     def ended(self) -> Tensor:

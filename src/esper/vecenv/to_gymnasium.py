@@ -23,7 +23,8 @@ class ToGymnasium(VectorEnv[Any, Any, Any]):
     `from_gymnasium` reads from it the dependencies between heads, which spaces cannot express.
 
     `valid` in the infos is false for rows whose action was ignored because they only waited for their next episode. Do not learn from
-    those steps. Without `valid`, no action was ignored.
+    those steps. Without `valid`, no action was ignored. `acts` is false for rows whose step was real but whose action had no effect: learn
+    only values from those steps. Without `acts`, all actions had an effect.
     """
 
     def __init__(self, vec_env: VecEnv) -> None:
@@ -51,8 +52,9 @@ class ToGymnasium(VectorEnv[Any, Any, Any]):
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         timestep = self.vec_env.step(self._actions(actions))
         infos = self._mask_infos(timestep.masks)
-        if timestep.valid is not None:
-            infos |= {"valid": _array(timestep.valid), "_valid": np.ones(self.num_envs, dtype=np.bool_)}
+        for name, flags in (("valid", timestep.valid), ("acts", timestep.acts)):
+            if flags is not None:
+                infos |= {name: _array(flags), f"_{name}": np.ones(self.num_envs, dtype=np.bool_)}
         if timestep.final_obs is not None:
             infos |= self._final_infos(timestep, timestep.final_obs)
         return self._obs(timestep.obs), _array(timestep.reward), _array(timestep.terminated), _array(timestep.truncated), infos

@@ -1,0 +1,185 @@
+"""Compile functions of battles by Numba, store the machine code on disk, and run it on several threads.
+
+Numba turns the product of a float32 and a literal such as 0.5 into a double, so literals are written as `const(0.5)` at the top of a
+module, and whole numbers are converted by `f32`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
+
+import numpy as np
+import torch
+
+try:
+    import numba
+    from numba.core import event
+except ImportError as error:
+    raise ImportError(f"the arena is compiled by Numba, which cannot be imported ({error}): pip install 'esper-grow[league]'") from error
+
+from esper.jit import cache_folder, cached_in
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Arguments = ParamSpec("Arguments")
+
+# The flags of compiled functions: no exceptions for a division by zero; always inlined by LLVM, because a call passes some 300 numbers that
+# describe arrays; no reference counts, because nothing is allocated; no entry points for Python and C, which would take longer to compile
+# than the functions.
+_FLAGS = {"error_model": "numpy", "forceinline": True, "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+COMPILE_S = 45  # on one core of 2.1 GHz
+RANGES_PER_THREAD = 4  # so that a thread that was interrupted does not let the others wait for long
+
+
+def scalar(function: Function) -> Function:
+    """Compile a function of one battle or one unit. It may be called from other compiled functions only."""
+    return cast(Function, numba.njit(function, **_FLAGS))
+
+
+def inlined(function: Function) -> Function:
+    """Compile a function as part of its callers. Use it for those that mainly call others: LLVM then optimises them once."""
+    return cast(Function, numba.njit(function, inline="always", **_FLAGS))
+
+
+def const(value: float) -> float:
+    """Return a float32 constant. To type checkers it is a float, as all numbers with a fraction are in compiled functions."""
+    return cast(float, np.float32(value))
+
+
+@scalar
+def f32(value: float) -> float:
+    """Return a number as float32."""
+    return np.float32(value)  # type: ignore[return-value]
+
+
+@scalar
+def i32(value: float) -> int:
+    """Return a number without its fraction as int32, which vectors of the CPU convert faster than int64."""
+    return np.int32(value)  # type: ignore[return-value]
+
+
+@scalar
+def floor(value: float) -> int:
+    """Return the largest whole number that is not above a value. `math.floor` returns a float on CUDA devices."""
+    return int(math.floor(value))  # noqa: RUF046
+
+
+@scalar
+def ceiling(value: float) -> int:
+    """Return the smallest whole number that is not below a value."""
+    return int(math.ceil(value))  # noqa: RUF046
+
+
+# The cache on disk
+
+
+def arena_cache(package: Path) -> Path:
+    """Return the folder of compiled kernels for the arena's sources in `package`. Any of them may be part of a kernel."""
+    own = package / "native" / "compiling.py"  # names the folder, and the place for it
+    others = (path for path in sorted(package.rglob("*.py")) if path != own)
+    return cache_folder((own, *others), versions=f"{numba.__version__} {np.__version__}")
+
+
+CACHE = arena_cache(Path(__file__).parent.parent)
+
+
+class _Announcer(event.Listener):  # type: ignore[misc]
+    """Says once in a process that a kernel is being compiled. Numba sends no event if it loads the kernel from the cache."""
+
+    def __init__(self) -> None:
+        self.kernels: list[Any] = []
+        self.is_done = False
+
+    def on_start(self, event: Any) -> None:
+        if not self.is_done and any(kernel is event.data["dispatcher"] for kernel in self.kernels):
+            self.is_done = True
+            print(f"compiling the arena, about {COMPILE_S} s; it is cached in {CACHE}", file=sys.stderr, flush=True)
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+_announcer = _Announcer()
+event.register("numba:compile", _announcer)
+
+
+# Loops over battles
+
+
+def for_battles(function: Callable[Concatenate[int, int, Arguments], None]) -> BattleLoop[Arguments]:
+    """Compile a loop over the battles `first`, ..., `last` - 1. Calls leave out these two arguments and run all battles.
+
+    The first of the other arguments is the state of the battles.
+    """
+    return BattleLoop(function)
+
+
+class BattleLoop(Generic[Arguments]):
+    """A loop over battles that is compiled without the interpreter lock and runs on `threads()` Python threads."""
+
+    def __init__(self, function: Callable[Concatenate[int, int, Arguments], None]) -> None:
+        with cached_in(CACHE, numba.config):
+            self.kernel = numba.njit(function, nogil=True, error_model="numpy", cache=True)
+        _announcer.kernels.append(self.kernel)
+        self._is_compiled = False
+
+    def _compile(self, *arguments: Any) -> None:
+        """Compile the kernel by a call for no battle. Its loops are not vectorised: they are short, and vectors made them slower."""
+        before, numba.config.LOOP_VECTORIZE = numba.config.LOOP_VECTORIZE, 0
+        try:
+            self.kernel(0, 0, *arguments)
+        finally:
+            numba.config.LOOP_VECTORIZE = before
+        self._is_compiled = True
+
+    def __call__(self, *arguments: Arguments.args, **keywords: Arguments.kwargs) -> None:
+        assert not keywords
+        state: Any = arguments[0]
+        battles = state.status.shape[1]
+        if not self._is_compiled:
+            self._compile(*arguments)
+        workers = min(threads(), battles)
+        if workers == 1 or numba.config.DISABLE_JIT:
+            self.kernel(0, battles, *arguments)
+            return
+        size = -(-battles // (workers * RANGES_PER_THREAD))
+        starts = iter(range(0, battles, size))  # each thread takes the next range when it is done with one
+
+        def run() -> None:
+            for first in starts:
+                self.kernel(first, min(first + size, battles), *arguments)
+
+        others = [_pool(workers - 1).submit(run) for _ in range(workers - 1)]
+        run()
+        for other in others:
+            other.result()
+
+
+_threads: int | None = None
+
+
+def threads() -> int:
+    """Return the number of threads that run battles: that of torch, unless `set_threads` was called."""
+    return _threads or torch.get_num_threads()
+
+
+def set_threads(number: int | None) -> None:
+    """Set the number of threads that run battles. None is that of torch. Results do not depend on it."""
+    if number is not None and number < 1:
+        raise ValueError(f"number of threads must be at least 1, got {number}")
+    global _threads
+    _threads = number
+
+
+@cache
+def _pool(workers: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(workers, thread_name_prefix="arena")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # the threads of a pool do not exist in a forked process

@@ -1,0 +1,143 @@
+"""Native battles agree with the golden trajectories of the tensor version."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import esper.arena
+from esper.arena.config import ArenaConfig
+from esper.arena.native.compiling import CACHE, arena_cache, for_battles, set_threads
+from esper.arena.native.layout import Battles, make_battles, make_maps
+from esper.arena.native.simulation import Simulation
+from esper.arena.start import make_grids
+
+HERE = Path(__file__).parent
+SHARE = 0.001  # of units that may differ, at ties of thresholds
+
+
+def replay(*arguments: str, is_compiled: bool) -> list[dict[str, object]]:
+    """Replay golden trajectories in a process of its own, because Numba decides at its import whether it compiles."""
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "0" if is_compiled else "1"}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "native_golden.py"), *arguments], env=environment, capture_output=True, text=True, check=True
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "decisions"), [("ladder_2v2", 2), ("jets_3v3", 1), ("random_5v5", 1)])
+def test_interpreted_rules_agree_with_golden_decisions(case: str, decisions: int) -> None:
+    (result,) = replay(case, "--decisions", str(decisions), is_compiled=False)
+    assert result["above"] == {}
+
+
+@pytest.mark.extra
+def test_compiled_rules_agree_with_all_golden_decisions() -> None:
+    results = replay(is_compiled=True)
+    assert len(results) == len(list((HERE / "data").glob("*.npz")))
+    for result in results:
+        living, above = result["living"], result["above"]
+        assert isinstance(living, int)
+        assert isinstance(above, dict)
+        assert all(number <= SHARE * living for number in above.values()), result
+
+
+FIND_DOUBLES = """
+import numba
+from esper.arena.config import ArenaConfig
+from esper.arena.native.battle import decide_battle
+from esper.arena.native.simulation import Simulation
+from esper.arena.start import make_grids
+import torch
+
+@numba.njit(error_model="numpy")
+def decide(s, maps, tables, rule_book, actions, views):
+    decide_battle(s, maps, tables, rule_book[0], actions, views, 0)
+
+config = ArenaConfig(battles=1, maps=1, size=16, team_size=1)
+values = Simulation(config, make_grids(config, seed=0), battles=1, device=torch.device("cpu"))._arguments
+decide.compile(tuple(numba.typeof(value) for value in values))
+(text,) = decide.inspect_llvm().values()
+print(text.count("float"), text.count("double"))
+"""
+
+
+@pytest.mark.extra
+def test_compiled_decision_has_no_double() -> None:
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "0"}
+    done = subprocess.run([sys.executable, "-c", FIND_DOUBLES], env=environment, capture_output=True, text=True, check=True)
+    floats, doubles = map(int, done.stdout.split())
+    assert floats > 0
+    assert doubles == 0
+
+
+@for_battles
+def count_visits(first: int, last: int, s: Battles) -> None:
+    for b in range(first, last):
+        s.status[0, b] += 1
+
+
+@pytest.mark.parametrize("height", [0.3, -0.5, 16.0])
+def test_heights_that_maps_cannot_store_are_refused(height: float) -> None:
+    grid, flat = np.full((1, 2, 2), height, np.float32), np.zeros((1, 2, 2), np.int8)
+    with pytest.raises(ValueError, match=r"multiples of 0\.0625 m from 0 to 15\.9375 m"):
+        make_maps(grid, flat, flat, grid, np.ones(1, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("bots", "found"),
+    [
+        (torch.zeros(2, 1, dtype=torch.int64), r"got torch.int64 \(2, 1\) on cpu"),
+        (torch.zeros(1, 2, dtype=torch.int32), r"got torch.int32 \(1, 2\) on cpu"),
+        (torch.zeros(2, 1, dtype=torch.int32, device="meta"), r"got torch.int32 \(2, 1\) on meta"),
+        (torch.zeros(2, 2, dtype=torch.int32)[:, :1], r"got torch.int32 \(2, 1\) on cpu, not contiguous"),
+    ],
+)
+def test_bots_of_a_wrong_kind_are_refused(bots: torch.Tensor, found: str) -> None:
+    config = ArenaConfig(battles=1, maps=1, size=16, team_size=1)
+    simulation = Simulation(config, make_grids(config, seed=0), battles=1, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=rf"bots should be contiguous torch.int32 \(2, 1\) on cpu; {found}"):
+        simulation.act(bots)
+
+
+def test_cache_folder_changes_with_any_source_of_the_arena(tmp_path: Path) -> None:
+    package = Path(esper.arena.__file__).parent
+    copy = Path(shutil.copytree(package, tmp_path / "arena", ignore=shutil.ignore_patterns("__pycache__")))
+    assert arena_cache(copy).name == CACHE.name
+    for name in ("specs.py", "native/ticks.py"):  # kernels are in neither of them
+        before, path = arena_cache(copy), copy / name
+        path.write_text(path.read_text().replace("0.5", "0.25", 1))
+        assert arena_cache(copy) != before
+
+
+@pytest.mark.slow
+def test_kernels_are_stored_in_the_cache_folder() -> None:
+    count_visits(make_battles(ArenaConfig(size=16, team_size=1), 1))
+    assert Path(count_visits.kernel.stats.cache_path).is_relative_to(CACHE)
+
+
+@pytest.fixture
+def _threads_of_torch() -> Iterator[None]:
+    yield
+    set_threads(None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_threads_of_torch")
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("battles", [1, 2, 5, 50])
+def test_threads_run_each_battle_once(threads: int, battles: int) -> None:
+    set_threads(threads)
+    state = make_battles(ArenaConfig(size=16, team_size=1), battles)
+    count_visits(state)
+    assert state.status[0].tolist() == [1] * battles

@@ -1,0 +1,31 @@
+"""Native battles on CUDA devices, in Numba's simulator."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.slow
+def test_simulated_device_agrees_with_interpreted_cpu() -> None:
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run([sys.executable, str(HERE / "native_simulator.py")], env=environment, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert (found["differing"], found["decisions"], found["episodes"]) == ([], 5, [1, 1])
+    assert len(set(found["stored"])) == found["kernels"], "a kernel is stored under a name of its own"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_missing_device_is_named() -> None:
+    from esper.arena.native.cuda import CudaKernels
+
+    with pytest.raises(RuntimeError, match="the arena on CUDA needs"):
+        CudaKernels(battles=1, units=2)
