@@ -3,8 +3,8 @@
     python benchmarks/arena_memory.py --device cuda --updates 2000
 
 Battles are tiny and short, so that in the end everything has happened many times: battles begun anew, past selves entered, promoted and
-retired, seats filled, the player evaluated. On a GPU it tells what torch has allocated and reserved, on the CPU the resident size of the
-process, which is read from /proc and hence on Linux only. The last line says how fast it grew after the first quarter, by when all
+retired, slots filled, the player evaluated. It tells the resident size of the process, which is read from /proc and hence on
+Linux only, and on a GPU what torch has allocated and reserved. The last line says how fast it grew after the first quarter, by when all
 buffers exist and the league is full.
 """
 
@@ -59,10 +59,11 @@ def config_for(device: str, battles: int) -> ArenaTrainConfig:
 
 def memory(device: torch.device) -> dict[str, int]:
     gc.collect()
+    held = {"resident_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()}
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        return {"allocated_bytes": torch.cuda.memory_allocated(device), "reserved_bytes": torch.cuda.memory_reserved(device)}
-    return {"resident_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()}
+        held |= {"allocated_bytes": torch.cuda.memory_allocated(device), "reserved_bytes": torch.cuda.memory_reserved(device)}
+    return held
 
 
 def slope(at: dict[int, int]) -> float:

@@ -1,8 +1,8 @@
 """Compile kernels with Numba, if it is installed, and keep the compiled code on disk.
 
-Numba is an extra (`pip install 'esper-grow[numba]'`). Every kernel also has a plain implementation, which runs if Numba is missing or
-switched off (`ESPER_NUMBA=0`, or Numba's own `NUMBA_DISABLE_JIT=1`). Numba is imported when the first kernel is needed, because the import
-takes a third of a second.
+Numba is an extra (`pip install 'esper-grow[numba]'`). Kernels of the learner also have a plain implementation, which runs if Numba is
+missing or switched off (`ESPER_NUMBA=0`, or Numba's own `NUMBA_DISABLE_JIT=1`); the arena needs Numba. Numba is imported when the first
+kernel is needed, because the import takes a third of a second.
 
 Numba's own cache checks only the file of the compiled function, so it misses changes in other files that the function calls. Here the
 cache is a folder whose name contains a hash of all the sources, so changed sources get a new folder.

@@ -11,7 +11,18 @@ from esper.arena.config import ArenaConfig
 from esper.arena.native import layout as at
 from esper.arena.orders import wrong_values
 from esper.league.matches import MatchArena
-from tests.arena.worlds import small_config
+from tests.arena.worlds import make_duel, small_config
+
+
+@pytest.mark.parametrize("name", [name for name in BOTS if name != "random"])
+def test_motion_is_at_most_1_where_rounding_made_a_heading_longer(name):
+    arena = make_duel(metres=5.0)
+    arena.simulation.unit[at.COS, 0, 0] = 1.0 + 2**-20  # looks along the x axis at an enemy
+    arena.simulation.unit[at.COS, 0, 1] = -1.0 - 2**-20
+    arena.look()
+    for decision in range(200):  # each period of decisions draws whether and where to a unit roams
+        arena.simulation.status[at.DECISION] = decision
+        assert not wrong_values(Bot(name, arena).act(), arena.config).any()
 
 
 @pytest.mark.slow

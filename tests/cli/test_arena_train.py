@@ -5,14 +5,12 @@ from __future__ import annotations
 import io
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from esper.cli.arena_progress import ArenaProgress, read_progress
-from esper.cli.arena_train import seconds_taken
 from esper.cli.main import main
 from esper.cli.progress import PlainLines
 from esper.config import load
@@ -169,24 +167,30 @@ def test_a_time_limit_ends_a_run_with_an_evaluation_and_more_time_continues_it(c
     shown = capsys.readouterr().out
     result = last_line(shown)
     assert (result["status"], result["step"], result["evaluation"]["battles"]) == ("finished", UPDATE_STEPS, 2)
-    assert "finished after update 1/10,000" in shown
+    assert "finished after update 1, " in shown
     assert "esper arena eval run --against strong" in shown
     resumed = ["arena", "train", "--resume", "--run", "run", "--json"]
     assert main(resumed) == 0
     shown = capsys.readouterr().out
     assert last_line(shown)["status"] == "had finished"
     assert f"had already finished its {UPDATE_STEPS} steps; ask for more with --total-steps or --minutes" in shown
-    taken = seconds_taken(Path("run"))
+    taken = seconds_taken()
     assert taken > 0
     assert main([*resumed, "--minutes", str((taken + 0.01) / 60)]) == 0
     result = last_line(capsys.readouterr().out)
     assert result["status"] == "finished"
     assert UPDATE_STEPS < result["step"] < 10_000 * UPDATE_STEPS
-    assert seconds_taken(Path("run")) >= taken + 0.01
+    assert seconds_taken() >= taken + 0.01
+    progress = read_progress(Path("run"))
+    assert progress.started is not None
+    assert progress.started.seconds_taken == pytest.approx(taken)
+    assert (progress.share, progress.time_left) == (1.0, 0.0)
 
 
-def test_no_time_was_taken_by_a_run_without_a_checkpoint() -> None:
-    assert seconds_taken(Path("nowhere")) == 0.0
+def seconds_taken() -> float:
+    """Return the seconds of training in the latest checkpoint of the run."""
+    seconds: float = open_store(Path("run")).load("latest").state["ppo"]["counters"]["seconds"]
+    return seconds
 
 
 @pytest.mark.slow
@@ -234,14 +238,17 @@ def test_progress_of_a_resumed_run_counts_the_league_from_its_saved_state() -> N
 
 @pytest.mark.slow
 def test_the_time_left_is_the_shorter_of_steps_and_clock(arena_run: Path) -> None:
-    timed, free = ArenaProgress(ends_at=time.monotonic() + 5), ArenaProgress()
+    timed, free = ArenaProgress(), ArenaProgress()
     for record in read(arena_run / "events.jsonl"):
         for progress in (timed, free):
             progress.take(record)
     for progress in (timed, free):
         assert progress.started is not None
-        progress.started = msgspec.structs.replace(progress.started, total_steps=10**9)
-    assert 0 < timed.time_left <= 5 < free.time_left
+        limit = progress.seconds_taken + 5 if progress is timed else None
+        progress.started = msgspec.structs.replace(progress.started, total_steps=10**9, seconds=limit)
+    assert timed.time_left == pytest.approx(5)
+    assert free.time_left > 5
+    assert free.share < 0.01 < timed.share < 1
 
 
 @pytest.mark.slow

@@ -102,13 +102,13 @@ def test_self_play_that_was_killed_and_resumed_equals_one_that_was_not_bit_for_b
     saved = open_store(tmp_path / "killed").load("latest").state["ppo"]
     environment = saved["environment"]
     assert saved["counters"]["updates"] == 2
-    assert [opponent_slot["name"] for opponent_slot in environment["seats"]] == [
+    assert [opponent_slot["name"] for opponent_slot in environment["slots"]] == [
         "update-1",
         "update-1",
     ]  # a past self sits there, in the middle of battles
     assert any(
         opponent_slot is not None and "state" in opponent_slot and bool(opponent_slot["state"].any())
-        for opponent_slot in environment["seated"]
+        for opponent_slot in environment["past"]
     )
     assert (environment["arena"]["state"]["status"][at.DECISION] > 0).any()
     result = train_arena(None, tmp_path / "killed", resume=True)

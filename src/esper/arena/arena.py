@@ -205,7 +205,8 @@ class Arena:
         own, given = self.simulation.state, saved["state"]
         if set(given) != set(own):
             missing, unknown = sorted(set(own) - set(given)), sorted(set(given) - set(own))
-            raise ValueError(f"a state has the tensors {sorted(own)}; missing: {missing}, unknown: {unknown}")
+            problem = f"missing: {missing}, unknown: {unknown}"
+            raise ValueError(f"a state has the tensors {sorted(own)}; {problem}. A state of an earlier version cannot be loaded")
         for name, tensor in own.items():
             other = given[name]
             if other.shape != tensor.shape or other.dtype != tensor.dtype:
@@ -216,6 +217,7 @@ class Arena:
         for name, tensor in own.items():
             tensor.copy_(given[name])
         self.largest_team = int(saved["largest_team"])
+        self._problem.fill_(-1.0)
         self.simulation.run(LOOK)
 
 

@@ -99,6 +99,8 @@ class ArenaVectorEnv(VectorEnv[Observations, Array, Array]):
         self.config = msgspec.structs.replace(config, battles=num_envs, state_view=True)
         self.num_envs, self.opponent = num_envs, opponent
         self._battles = ManualResetArena(self.config, seed=seed, device=device)
+        # Of all units. It is kept, because a GPU replays what bots write to the same memory.
+        self._actions = {name: torch.zeros_like(value) for name, value in self._battles.simulation.actions.items()}
         self._now: StepResult | None = None  # what the next actions are chosen from; None before the first reset
 
         # Rows of the learner and of the opponent among all units [N, T], and the bots by team and battle [2, N]; -1 for the learner.
@@ -156,7 +158,7 @@ class ArenaVectorEnv(VectorEnv[Observations, Array, Array]):
 
     def _joined(self, actions: Array, now: StepResult) -> Actions:
         """Return the actions of all units: the learner's and the opponent's."""
-        joined = {name: torch.zeros_like(value) for name, value in self._battles.simulation.actions.items()}
+        joined = self._actions
         both = [(self._own, actions)]
         if not isinstance(self.opponent, str):
             both.append((self._other, self.opponent(self._observe(now, self._other))))

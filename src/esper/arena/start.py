@@ -1,6 +1,6 @@
-"""The maps of an arena, and what its seed has to do with them.
+"""Make the maps of an arena from its seed.
 
-Shapes: M = maps, S = side of a map, U = units.
+Shapes: M = maps, S = side of a map.
 """
 
 from __future__ import annotations

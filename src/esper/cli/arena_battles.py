@@ -151,6 +151,8 @@ def user_errors() -> Iterator[None]:
         yield
     except (RunError, LeagueError, ReplayError) as error:
         raise CommandError(str(error)) from error
+    except ImportError as error:
+        raise CommandError(str(error), exit_code=FAILED) from error
     except CheckpointError as error:
         raise CommandError(str(error), exit_code=FAILED) from error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,23 +29,19 @@ _PAST = "past selves"
 
 
 class ArenaProgress(ppo_progress.PPOProgress):
-    """Progress of self-play. `members` are the members of the league at the start; `ends_at` is the monotonic time at which it stops."""
+    """Progress of self-play. `members` are the members of the league at the start."""
 
-    def __init__(self, members: Iterable[str] = (), *, ends_at: float | None = None) -> None:
+    def __init__(self, members: Iterable[str] = ()) -> None:
         super().__init__()
         self.members = list(members)
-        self.ends_at = ends_at
         self.round: RoundFought | None = None
         self._rounds: deque[RoundFought] = deque(maxlen=_RECENT_ROUNDS)
-        self._began: tuple[float, int] | None = None  # when this session began, and at which step
         self._seconds_per_step = math.nan
 
     def take(self, record: EventRecord) -> bool:
         match record.event:
-            case RunStarted() as started:
-                self._began = record.time, started.step
-            case Update() as update if self._began is not None:
-                self._seconds_per_step = (record.time - self._began[0]) / max(1, update.step - self._began[1])
+            case Update() as update if self.started is not None:
+                self._seconds_per_step = (record.time - self._began) / max(1, update.step - self.started.step)
             case RoundFought() as fought:
                 self.round = fought
                 self._rounds.append(fought)
@@ -60,7 +55,10 @@ class ArenaProgress(ppo_progress.PPOProgress):
         assert self.started is not None
         if self.update is None:  # no update is over, or the telemetry is off
             return "some updates"
-        return f"update {self.update.update:,}/{-(-self.started.total_steps // self.started.steps_per_update):,}"
+        number = f"update {self.update.update:,}"
+        if self.started.seconds is not None:  # nobody knows how many there will be
+            return number
+        return f"{number}/{-(-self.started.total_steps // self.started.steps_per_update):,}"
 
     @property
     def seconds_left(self) -> float:
@@ -72,7 +70,9 @@ class ArenaProgress(ppo_progress.PPOProgress):
     @property
     def time_left(self) -> float:
         """Return the seconds left until the last step, or until the time limit if that is earlier."""
-        return self.seconds_left if self.ends_at is None else min(self.seconds_left, max(0.0, self.ends_at - time.monotonic()))
+        if self.started is None or self.started.seconds is None:
+            return self.seconds_left
+        return min(self.seconds_left, max(0.0, self.started.seconds - self.seconds_taken))
 
     @property
     def left(self) -> str:
@@ -127,10 +127,9 @@ class ArenaProgress(ppo_progress.PPOProgress):
         match record.event:
             case RunStarted() as started:
                 what = f"{started.env_id} on {started.device}: {started.num_envs:,} units learn, {started.parameters:,} parameters"
-                steps = (
-                    f"{started.total_steps:,} steps, a decision of a unit each, alive or dead, in updates of {started.steps_per_update:,}"
-                )
-                return f"{what}; {steps}; Ctrl-C stops after the update"
+                limit = "" if started.seconds is None else f"{duration(started.seconds)}, or "
+                steps = f"{limit}{started.total_steps:,} steps, a decision of a unit each, alive or dead"
+                return f"{what}; {steps}, in updates of {started.steps_per_update:,}; Ctrl-C stops after the update"
             case LeagueChanged() as changed:
                 what = "joins the league" if changed.is_promoted else "does not join the league"
                 gone = f"; {', '.join(changed.retired)} left it" if changed.retired else ""

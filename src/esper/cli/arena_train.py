@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,11 +163,9 @@ def _train(config: ArenaTrainConfig, arguments: ArenaArguments, group: Group) ->
     from esper.runs.folder import default_folder
 
     folder = group.first(lambda: arguments.run or default_folder(f"arena-{config.arena.team_size}v{config.arena.team_size}"))
-    taken = seconds_taken(folder) if arguments.resume and config.minutes is not None else 0.0
-    ends_at = None if config.minutes is None else time.monotonic() + 60 * config.minutes - taken
     stop = StopSignals("update and the battles of its checkpoint")
     options: dict[str, Any] = {
-        "sinks": [progress_sink(ArenaProgress(_members(folder) if arguments.resume else (), ends_at=ends_at))],
+        "sinks": [progress_sink(ArenaProgress(_members(folder) if arguments.resume else ()))],
         "should_stop": stop.was_asked,
         "group": group,
         "profile": arguments.profile,
@@ -191,20 +188,6 @@ def _members(folder: Path) -> tuple[str, ...]:
         return LeagueStore(folder / FOLDER).load(with_weights=False).members
     except LeagueError:
         return ()
-
-
-def seconds_taken(folder: Path) -> float:
-    """Return the seconds that a run to be resumed has been trained for; 0 if its checkpoint cannot be read, which resuming reports."""
-    from esper.rl.checkpoints import open_store
-    from esper.runs import CheckpointError
-
-    try:
-        store = open_store(folder)
-        counters = store.load("latest").state["ppo"]["counters"] if store.has_any() else {}
-    except CheckpointError:
-        return 0.0
-    seconds: float = counters.get("seconds", 0.0)  # an early version of esper did not count them
-    return seconds
 
 
 def _record(evaluation: PolicyEvaluation) -> WinRecord:

@@ -25,12 +25,15 @@ class PPOProgress(progress.Progress):
         self.update: Update | None = None
         self.rate = Ema(_RATE_MOMENTUM)  # steps per second
         self.has_reported_cuts = False
+        self._began = self._latest = 0.0  # times of the start of this session and of the latest update
 
     def take(self, record: EventRecord) -> bool:
         if isinstance(record.event, RunStarted):
             self.started = record.event
+            self._began = self._latest = record.time
         elif isinstance(record.event, Update):
             self.update = record.event
+            self._latest = record.time
             self.rate.update(record.event.steps_per_second)
         return isinstance(record.event, Update)
 
@@ -43,10 +46,17 @@ class PPOProgress(progress.Progress):
 
     @property
     def share(self) -> float:
-        """Return the share of the steps that are done."""
+        """Return the share of training that is done, by steps or by time, whichever is ahead."""
         if self.started is None or self.update is None:
             return 0.0
-        return min(1.0, self.update.step / self.started.total_steps)
+        by_time = 0.0 if self.started.seconds is None else self.seconds_taken / self.started.seconds
+        return min(1.0, max(self.update.step / self.started.total_steps, by_time))
+
+    @property
+    def seconds_taken(self) -> float:
+        """Return the seconds of training up to the latest update, in all sessions."""
+        assert self.started is not None
+        return self.started.seconds_taken + self._latest - self._began
 
     @property
     def seconds_left(self) -> float:

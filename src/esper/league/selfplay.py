@@ -96,8 +96,7 @@ class SelfPlay:
         rows = side_rows(battles, 1 - self.side[battles], team_size=arena.team_size)
         device = torch.device(self.config.selfplay.opponent_device or self.device)
         policy = make_player(self.config, device=device)
-        label = name.replace("slot", "seat")  # random streams keep the labels of earlier versions, so that their runs can be resumed
-        return PolicyPlayer(policy, rows, units=arena.units, generator=self.streams.torch(label, device))
+        return PolicyPlayer(policy, rows, units=arena.units, generator=self.streams.torch(name, device))
 
     def _make_opponent_slots(self) -> OpponentSlots:
         config = self.config
@@ -125,7 +124,7 @@ class SelfPlay:
 
     def _draw_opponents(self) -> None:
         assert self.learner is not None
-        self.opponent_slots.draw(self.league, self.learner, decision=self.decisions, update=self.updates, rng=self.streams.numpy("seats"))
+        self.opponent_slots.draw(self.league, self.learner, decision=self.decisions, update=self.updates, rng=self.streams.numpy("slots"))
         if SCRIPTED in self.groups:
             names = sorted(set(self.config.selfplay.bots))
             is_even = self.config.selfplay.bot_draw == "even"
@@ -256,9 +255,9 @@ class SelfPlay:
             "streams": self.streams.state_dict(),
             "league": self.league.to_state() if is_first else None,
             "members": self.league.weights if is_first else {},
-            "seats": self.opponent_slots.state_dict(),
+            "slots": self.opponent_slots.state_dict(),
             "bots": self.bots.state_dict(),
-            "seated": [_state_of(player) for player in self.past.values()],
+            "past": [_state_of(player) for player in self.past.values()],
             "results": self.results.clone(),
             "paid": self.paid.clone(),
             "lived": self.lived.clone(),
@@ -271,16 +270,9 @@ class SelfPlay:
         self.streams.load_state_dict(saved["streams"])
         league, members = self.group.first(lambda: (saved["league"], saved["members"]))
         self.league = League.from_state(league, members, config=self.config.league)
-        self.opponent_slots.load_state_dict(saved["seats"])
-        unknown = [name for name in self.opponent_slots.names if name is not None and name not in self.league.members]
-        if self.group.any(bool(unknown)):
-            raise ValueError(
-                "the checkpoint is from a version in which every rank had its own league: opponents of this run "
-                f"({', '.join(unknown) or 'on another rank'}) are not members of rank 0's league; start a new run, with start_from set to "
-                "a file in RUN/league/members"
-            )
+        self.opponent_slots.load_state_dict(saved["slots"])
         self.bots.load_state_dict(saved["bots"])
-        for player, state in zip(self.past.values(), saved["seated"], strict=True):
+        for player, state in zip(self.past.values(), saved["past"], strict=True):
             player.policy.load_state_dict(state["policy"])
             player.load_state_dict(state)
         self.results.copy_(saved["results"])

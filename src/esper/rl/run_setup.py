@@ -120,6 +120,8 @@ class RunStarted(Event, tag="run_started"):
     num_envs: int
     device: str
     parameters: int
+    seconds: float | None = None  # of training, after which it ends if they are over before the steps
+    seconds_taken: float = 0.0  # of training before this session
 
 
 class RunEnded(Event, tag="run_ended"):

@@ -508,6 +508,8 @@ class _Session:
                 num_envs=ppo.env.num_envs * group.world_size,
                 device=str(ppo.device),
                 parameters=count_parameters(ppo.policy),
+                seconds=_seconds_of(self.config),
+                seconds_taken=ppo.seconds,
             )
         )
         return total_steps

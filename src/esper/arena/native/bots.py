@@ -53,10 +53,7 @@ FALL_MPS = const(4.5)  # falling speed above which the jets brake
 
 @scalar
 def yaw_towards(x: float, y: float, cos: float, sin: float) -> float:
-    """Return the yaw order that turns a heading towards a direction: three times the angle, at most 1; 0 without a direction.
-
-    The tensor version differs here: without a direction it turns left at full rate if cosine and sine are negative, by atan2(0, -0).
-    """
+    """Return the yaw order that turns a heading towards a direction: three times the angle, at most 1; 0 without a direction."""
     ahead, left = x * cos + y * sin, y * cos - x * sin
     if ahead <= ZERO or abs(left) >= THIRD_TANGENT * ahead:
         return ONE if left > ZERO else (-ONE if left < ZERO else (ONE if ahead < ZERO else ZERO))
@@ -68,7 +65,7 @@ def yaw_towards(x: float, y: float, cos: float, sin: float) -> float:
 
 @scalar
 def period(s: Battles, b: int, decisions: int) -> int:
-    """Return a number that is another one for every battle of a place, and after every so many decisions."""
+    """Return a number that changes with every battle of a place, and after every so many decisions."""
     return int(s.status[at.EPISODE, b]) * 4096 + int(s.status[at.DECISION, b]) // decisions
 
 
@@ -164,8 +161,8 @@ def roam(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions,
         way = word & 7
     cos, sin = s.unit[at.COS, b, u], s.unit[at.SIN, b, u]
     row = b * s.unit.shape[2] + u
-    actions.motion[row, 0] = tables.direction[0, way] * cos + tables.direction[1, way] * sin
-    actions.motion[row, 1] = tables.direction[0, way] * sin - tables.direction[1, way] * cos
+    actions.motion[row, 0] = min(max(tables.direction[0, way] * cos + tables.direction[1, way] * sin, -ONE), ONE)
+    actions.motion[row, 1] = min(max(tables.direction[0, way] * sin - tables.direction[1, way] * cos, -ONE), ONE)
 
 
 # The expert

@@ -63,7 +63,7 @@ def require_cuda() -> None:
         return
     if importlib.util.find_spec("numba_cuda") is None:
         how = "pip install 'esper-grow[cuda]', or 'numba-cuda[cu12]' for CUDA 12"
-        raise RuntimeError(f"the arena on CUDA needs numba-cuda, which is not installed: {how}")
+        raise ImportError(f"the arena on CUDA needs numba-cuda, which is not installed: {how}")
     if not torch.cuda.is_available() or not cuda.is_available():
         raise RuntimeError("the arena on CUDA needs an NVIDIA GPU, its driver and a torch with CUDA: see https://pytorch.org/get-started")
 

@@ -292,7 +292,7 @@ def make_native_tables(config: ArenaConfig, spawns: Floats) -> Tables:
     units = [CLASSES[name] for name in config.unit_classes]
     weapons, materials = list(WEAPONS.values()), [MATERIALS[kind] for kind in Material]
     names = list(CLASSES)
-    # Damage per tick; a weapon fires at most once per decision. The painter does no damage, so it gets a value by hand.
+    # Damage per tick; bots count one shot in a decision. The painter does no damage, so it gets a value by hand.
     worth = [one.damage / max(ticks(one.cooldown_s), PHYSICS.ticks_per_decision) for one in weapons]
     worth[PAINTER] = 0.9
     unit_rows = [

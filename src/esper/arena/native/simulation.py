@@ -5,8 +5,8 @@
     simulation.act(bots)              # let bots choose actions
     simulation.run(DECIDE)            # reads simulation.actions, changes simulation.state, writes simulation.views
 
-All memory is allocated once. Torch sees it as tensors, compiled functions as arrays. On a CUDA device, what is done for the second time is
-a replay of a CUDA graph; a caller may also record `act` and `run` in a graph of its own.
+All memory is allocated once. Torch sees it as tensors, compiled functions as arrays. On a CUDA device, `act` and `run` replay a CUDA graph
+from their second call on; a caller may also record them in a graph of its own.
 
 Shapes: B = battles, U = units, K = saved battles.
 """
@@ -87,11 +87,12 @@ class Simulation:
         for tensor, new in zip(self.maps, _maps(grids), strict=True):
             tensor.copy_(torch.from_numpy(new))
 
-    def begin(self, *, seed: int, largest_team: int, places: Sequence[int] | None = None, episode: int = 0) -> None:
-        """Begin the battles of a seed at these places; 0 to B - 1 without them."""
+    def begin(self, *, seed: int, largest_team: int | None = None, places: Sequence[int] | None = None, episode: int = 0) -> None:
+        """Begin the battles of a seed at these places; 0 to B - 1 without them. Without a largest team it is that of the config."""
         where = torch.arange(self.battles, device=self.device) if places is None else torch.tensor(places, device=self.device)
         self.status.zero_()
-        self.status[at.PLACE], self.status[at.LARGEST_TEAM], self.status[at.EPISODE] = where, largest_team, episode
+        self.status[at.PLACE], self.status[at.EPISODE] = where, episode
+        self.status[at.LARGEST_TEAM] = self.config.team_size if largest_team is None else largest_team
         self.state["seed"][:] = first_of(seed) + where
         self.run(BEGIN)
 
