@@ -76,7 +76,8 @@ def measure(device: str, updates: int, battles: int, every: int) -> dict[str, An
     told: dict[str, dict[int, int]] = {}
     began = time.perf_counter()
     config = config_for(device, battles)
-    with prepare_arena(config) as (ppo, _), contextlib.closing(BotEvaluator(config)) as evaluator:  # kept, as a run keeps it
+    with prepare_arena(config) as (ppo, relay), contextlib.closing(BotEvaluator(config)) as evaluator:  # kept, as a run keeps it
+        relay.connect(lambda event: None)  # it would keep all events for a log that never comes
         assert isinstance(ppo.env, SelfPlay)
         for update in ppo.train(updates * ppo.steps_per_update):
             if update.update % min(every, JUDGED) == 0:

@@ -39,6 +39,7 @@ class Relay:
         self._emit = emit
         for event in self._waiting:
             emit(event)
+        self._waiting.clear()
 
 
 @contextlib.contextmanager
