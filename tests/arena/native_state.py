@@ -14,7 +14,8 @@ import numpy.typing as npt
 from esper.arena.native import layout as at
 from esper.arena.native.battle import LOOK, begin_status, begin_unit, decide_battle, mend_columns, view_battle
 from esper.arena.native.bots import act_scripted
-from esper.arena.native.layout import Actions, Battles, Floats, Ints, Maps, RuleBook, Tables, Views, for_battles, scalar
+from esper.arena.native.compiling import for_battles, scalar
+from esper.arena.native.layout import Actions, Battles, Floats, Ints, Maps, RuleBook, Tables, Views
 from esper.arena.specs import PHYSICS
 
 TOLERANCES = {"position": 1e-5}  # of parts of the state; 1e-3 for all others

@@ -13,11 +13,11 @@ from esper.arena.arena import Arena, no_actions
 from esper.arena.bots import Bot
 from esper.arena.config import ArenaConfig, Landscape
 from esper.arena.native import layout as at
-from esper.arena.native.compiling import set_threads
 from esper.arena.native.simulation import DECIDE_ONLY, Saved, Simulation
 from esper.arena.specs import CLASSES, PHYSICS
 from esper.arena.terrain import LANDSCAPES
 from esper.config import ConfigError
+from esper.devices import threads
 from esper.vecenv import Actions
 from tests.arena.worlds import (
     WEAPON,
@@ -184,16 +184,13 @@ def test_the_same_battles_are_fought_in_a_larger_arena_of_the_same_seed() -> Non
 @pytest.mark.slow
 def test_the_number_of_threads_does_not_matter() -> None:
     hashes = []
-    try:
-        for threads in (1, 2, 3):
-            set_threads(threads)
+    for count in (1, 2, 3):
+        with threads(count):
             arena = Arena(small_config(battles=7, team_size=2, pack=("medium", "light"), maps=3), seed=1)
             bot = Bot("strong", arena)
             for _ in range(12):
                 arena.step(bot.act())
             hashes.append([hash_of(arena, battle) for battle in range(7)])
-    finally:
-        set_threads(None)
     assert hashes[0] == hashes[1] == hashes[2]
 
 

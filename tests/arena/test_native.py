@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 
 import esper.arena
 from esper.arena.config import ArenaConfig
-from esper.arena.native.compiling import CACHE, arena_cache, for_battles, set_threads
+from esper.arena.native.compiling import CACHE, arena_cache, for_battles
 from esper.arena.native.layout import Battles, make_battles, make_maps
 from esper.arena.native.simulation import Simulation
 from esper.arena.start import make_grids
@@ -58,6 +57,7 @@ from esper.arena.config import ArenaConfig
 from esper.arena.native.battle import decide_battle
 from esper.arena.native.simulation import Simulation
 from esper.arena.start import make_grids
+from esper.devices import threads
 import torch
 
 @numba.njit(error_model="numpy")
@@ -126,18 +126,11 @@ def test_kernels_are_stored_in_the_cache_folder() -> None:
     assert Path(count_visits.kernel.stats.cache_path).is_relative_to(CACHE)
 
 
-@pytest.fixture
-def _threads_of_torch() -> Iterator[None]:
-    yield
-    set_threads(None)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("_threads_of_torch")
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("battles", [1, 2, 5, 50])
-def test_threads_run_each_battle_once(threads: int, battles: int) -> None:
-    set_threads(threads)
+def test_threads_run_each_battle_once(count: int, battles: int) -> None:
     state = make_battles(ArenaConfig(size=16, team_size=1), battles)
-    count_visits(state)
+    with threads(count):
+        count_visits(state)
     assert state.status[0].tolist() == [1] * battles

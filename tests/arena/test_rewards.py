@@ -491,7 +491,7 @@ def test_friendly_fire_never_pays() -> None:
 
 
 def test_killing_oneself_never_pays() -> None:
-    """The approach reward at a death only pays back earlier ones. Without it only costs are left, and no unit earns more than by living."""
+    """At a death, the reward for the approach only returns what was deducted earlier. All other rewards of it are costs."""
     arena = flat_arena("medium", reward=ArenaRewardConfig(zero_sum=0.0))
     place(arena, 0, -11.0, -11.0)
     put(arena, 0, hit_points=0.1)

@@ -105,7 +105,7 @@ def is_clear_exactly(tops: list[list[Fraction]], eye: Point, aim: Point, *, reac
 
 
 def _touched(place: Fraction, side: int) -> list[int]:
-    """Return the columns along one axis whose closed footprints hold this place."""
+    """Return the columns along one axis that contain this place; on the edge between two columns, both."""
     column = math.floor(place) + side // 2
     touched = [column] if place.denominator > 1 else [column - 1, column]
     return [number for number in touched if 0 <= number < side]

@@ -36,6 +36,7 @@ class ArenaEnv:
         self.observation_spec = observation_spec(self.config)
         self.action_spec = self.arena.action_spec
         self.result: StepResult | None = None
+        self._rows = torch.arange(self.num_envs, device=self.device)
 
     def reset(self, seed: int | None = None) -> Timestep:
         return self._timestep(self.arena.reset(seed))
@@ -45,7 +46,7 @@ class ArenaEnv:
 
     def _timestep(self, result: StepResult) -> Timestep:
         self.result = result
-        return timestep_of(result, self.config, torch.arange(self.num_envs, device=self.device))
+        return timestep_of(result, self.config, self._rows)
 
     def close(self) -> None:
         """Raise if an action had a wrong value, which a GPU does not report at once."""

@@ -28,9 +28,8 @@ try:
 except ImportError as error:
     raise ImportError("esper.arena.pettingzoo needs PettingZoo: pip install 'esper-grow[gym]'") from error
 
-from esper.arena.arena import StepResult, no_actions
+from esper.arena.arena import ManualResetArena, StepResult, no_actions
 from esper.arena.config import ArenaConfig
-from esper.arena.manual_reset import ManualResetArena
 from esper.arena.observe import observation_width, state_width
 from esper.arena.scenarios import Scenario, find_scenario
 from esper.arena.specs import RULES_VERSION

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from esper.arena.config import ArenaConfig
 from esper.arena.maps import generate_maps
+from esper.arena.maps_walk import floor_height
 from esper.arena.routes import find_ways
-from esper.arena.specs import MATERIALS, Material
 
 _APART = 1_000_003  # between the numbers of neighbouring seeds
 
@@ -32,8 +32,7 @@ def make_grids(config: ArenaConfig, *, seed: int, only: int | None = None) -> Gr
     """Make the maps of a seed. With `only`, make only the map of that index; the others are zeros."""
     indices = list(range(config.maps)) if only is None else [only]
     maps = generate_maps([first_of(seed) + index for index in indices], size=config.size, landscapes=config.landscapes)
-    is_walked_through = torch.tensor([MATERIALS[kind].is_walked_through for kind in Material])
-    floor = maps.height.masked_fill(is_walked_through[maps.material.long()], 0.0)
+    floor = floor_height(maps.height, maps.material)
     grids = Grids(maps.height, maps.material, maps.zone_radius, *find_ways(floor, maps.material, maps.zone_radius))
     if only is None:
         return grids

@@ -92,7 +92,7 @@ class BotOpponents:
         self.next.copy_(torch.from_numpy(drawn.astype(np.int32)))
 
     def begin(self) -> None:
-        """Let all battles begin with their next bots."""
+        """Give every battle its next bot."""
         self.bots.copy_(torch.where(self.is_bot, self.next, -1))
 
     def follow(self, result: StepResult) -> None:

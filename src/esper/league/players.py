@@ -28,27 +28,15 @@ class Player(Protocol):
         """Return the actions of its rows, on the device of the arena."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything needed to continue exactly, except weights."""
-        ...
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None: ...
-
 
 class BotPlayer:
-    """A scripted bot."""
+    """A scripted bot. What it draws depends on its seed and on the battle only, so it has no state to save."""
 
     def __init__(self, bot: Bot, rows: Tensor) -> None:
         self.bot, self.rows = bot, rows
 
     def act(self, result: StepResult) -> Actions:
         return {name: value[self.rows] for name, value in self.bot.act().items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}  # what a bot draws depends on its seed and on the battle only
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        pass
 
 
 class PolicyPlayer:

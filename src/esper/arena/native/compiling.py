@@ -121,7 +121,7 @@ def for_battles(function: Callable[Concatenate[int, int, Arguments], None]) -> B
 
 
 class BattleLoop(Generic[Arguments]):
-    """A loop over battles that is compiled without the interpreter lock and runs on `threads()` Python threads."""
+    """A loop over battles that is compiled without the interpreter lock and runs on as many Python threads as torch uses."""
 
     def __init__(self, function: Callable[Concatenate[int, int, Arguments], None]) -> None:
         with cached_in(CACHE, numba.config):
@@ -144,7 +144,7 @@ class BattleLoop(Generic[Arguments]):
         battles = state.status.shape[1]
         if not self._is_compiled:
             self._compile(*arguments)
-        workers = min(threads(), battles)
+        workers = min(torch.get_num_threads(), battles)
         if workers == 1 or numba.config.DISABLE_JIT:
             self.kernel(0, battles, *arguments)
             return
@@ -159,22 +159,6 @@ class BattleLoop(Generic[Arguments]):
         run()
         for other in others:
             other.result()
-
-
-_threads: int | None = None
-
-
-def threads() -> int:
-    """Return the number of threads that run battles: that of torch, unless `set_threads` was called."""
-    return _threads or torch.get_num_threads()
-
-
-def set_threads(number: int | None) -> None:
-    """Set the number of threads that run battles. None is that of torch. Results do not depend on it."""
-    if number is not None and number < 1:
-        raise ValueError(f"number of threads must be at least 1, got {number}")
-    global _threads
-    _threads = number
 
 
 @cache

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from esper.arena.bots import BOTS, SKILLS, Expertise, Tactics
 from esper.arena.config import ArenaConfig, life_ticks, ticks
-from esper.arena.native.compiling import const as const, f32 as f32, for_battles as for_battles, scalar as scalar
 from esper.arena.observe import CELL_M, MATERIAL_SIGNALS, VIEW, observation_width, state_width
 from esper.arena.routes import STEPS
 from esper.arena.specs import CLASSES, CLIMB_M, CLOUDS, MATERIALS, PHYSICS, ROLES, WEAPONS, Material

@@ -451,7 +451,6 @@ def strike(s: Battles, tables: Tables, rules: Rules, b: int, u: int) -> None:
         s.blow[attacker, b, u] = blow
         total += blow
 
-    was_alive = is_alive(s, b, u)
     if total > ZERO:
         taken = min(total, s.unit[at.HIT_POINTS, b, u])
         share = taken / max(total, TINY) / tables.unit[at.FULL_HIT_POINTS, u]
@@ -462,9 +461,8 @@ def strike(s: Battles, tables: Tables, rules: Rules, b: int, u: int) -> None:
                 s.harm[attacker, b, u] = rules.assist
         s.unit[at.HIT_POINTS, b, u] -= taken
     s.unit[at.LEGS, b, u] = max(s.unit[at.LEGS, b, u] - legs, ZERO)
-    if was_alive:
-        s.unit[at.STABILITY, b, u] = max(s.unit[at.STABILITY, b, u] - shaken, ZERO)
-        s.unit[at.HEAT, b, u] += heated
+    s.unit[at.STABILITY, b, u] = max(s.unit[at.STABILITY, b, u] - shaken, ZERO)
+    s.unit[at.HEAT, b, u] += heated
     # Several hits suppress no longer than one hit.
     s.number[at.SUPPRESSED, b, u] = max(s.number[at.SUPPRESSED, b, u], min(stuns, rules.longest_suppression))
     s.number[at.PAINTED, b, u] = max(s.number[at.PAINTED, b, u], paint)
