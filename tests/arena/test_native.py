@@ -19,6 +19,7 @@ from esper.arena.native.compiling import CACHE, arena_cache, for_battles
 from esper.arena.native.layout import Battles, make_battles, make_maps
 from esper.arena.native.simulation import Simulation
 from esper.arena.start import make_grids
+from esper.devices import threads
 
 HERE = Path(__file__).parent
 SHARE = 0.001  # of units that may differ, at ties of thresholds
