@@ -1,11 +1,19 @@
 """What the parts of the arena's learner are worth: train with all of them, and with one left out or replaced at a time.
 
-    python benchmarks/arena_learning.py --device cuda --workers 14 --output benchmarks/results/arena_learning.jsonl
-    python benchmarks/arena_learning.py --table benchmarks/results/arena_learning.jsonl
+    python benchmarks/arena_learning.py --part 0/2 --output first.jsonl &
+    python benchmarks/arena_learning.py --part 1/2 --output second.jsonl
+    python benchmarks/arena_learning.py --table first.jsonl second.jsonl
 
-Every training takes the same number of steps, decisions of learning units, in 2 against 2. Trainings of one seed have the same first maps,
-so differences are paired over seeds; intervals are over seeds. The last weights play, with their likeliest actions, on maps that nobody
-trained on, the same for all. Settings were not chosen by these scores.
+Trains 2 against 2 with the settings of player-2v2. Every training takes the same number of steps, decisions of learning units. Trainings of
+one seed have the same first maps, so differences are paired over seeds; intervals are over seeds. The last weights play, with their
+likeliest actions, on maps that nobody trained on, the same for all. Settings were not chosen by these scores.
+
+    python benchmarks/arena_learning.py --scenario 5v5-city-v1 --device cuda --battles 4096 --steps 100000000 --seeds 3 \\
+        --changes "all parts" "no memory" "no central critic"
+
+With a scenario, trainings use its settings, and the last weights play on its test maps against its opponents.
+
+A training runs in one thread. Several at once are processes with a part of them each; what a file has already is not trained again.
 """
 
 from __future__ import annotations
@@ -13,9 +21,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import multiprocessing
 import statistics
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +30,11 @@ import torch
 
 from clock import now
 from esper.arena.config import ArenaConfig
+from esper.arena.scenarios import SCENARIOS, find_scenario
 from esper.league.config import ArenaTrainConfig
-from esper.league.training import play_against_bot, prepare_arena
+from esper.league.matches import MatchArena
+from esper.league.training import evaluation_arena, prepare_arena
+from esper.rl.policy import Policy
 from esper.statistics import student_interval
 from records import Output, Record
 
@@ -44,6 +53,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "no memory": {"ppo.network.core": "none"},
 }
 OPPONENTS = ("middle", "strong-v1")
+SMALL = {  # 2 against 2, as player-2v2 was trained
+    "unit.width": 64, "unit.terrain_width": 32, "unit.entity_width": 16, "unit.state_width": 32, "ppo.network.hidden_size": 64,
+    "ppo.num_epochs": 2, "selfplay.bot_share": 0.75, "selfplay.past_share": 0.0,
+}  # fmt: skip
+LARGE = {"ppo.learning_rate": 2e-3}  # 5 against 5, as player-5v5 was trained
 
 
 def changed(config: Any, path: str, value: Any) -> Any:
@@ -53,12 +67,10 @@ def changed(config: Any, path: str, value: Any) -> Any:
 
 
 def settings(change: str, seed: int, options: argparse.Namespace) -> ArenaTrainConfig:
-    config = ArenaTrainConfig(
-        arena=ArenaConfig(battles=options.battles, team_size=2, contacts=2, allies=1, state_view=True), total_steps=options.steps,
-        device=options.device, threads=1,
-    )  # fmt: skip
-    config = changed(changed(config, "ppo.seed", seed), "selfplay.enter_every", 10**9)
-    for path, value in CHANGES[change].items():
+    arena = find_scenario(options.scenario).arena if options.scenario else ArenaConfig(team_size=2, contacts=2, allies=1, state_view=True)
+    config = ArenaTrainConfig(arena=arena, total_steps=options.steps, device=options.device, threads=1)
+    fixed = {"ppo.seed": seed, "arena.battles": options.battles, "ppo.precision": options.precision, "selfplay.enter_every": 10**9}
+    for path, value in {**(SMALL if arena.team_size == 2 else LARGE), **fixed, **CHANGES[change]}.items():
         config = changed(config, path, value)
     return config
 
@@ -70,59 +82,78 @@ def trained(change: str, seed: int, options: argparse.Namespace) -> Record:
         began = now(device)
         ppo.learn(options.steps)
         seconds = now(device) - began
-        scores = {
-            bot: play_against_bot(ppo.policy, config, bot, battles=options.eval_battles, seed=options.eval_seed).record.score
-            for bot in OPPONENTS
-        }
-    return {"change": change, "seed": seed, "steps": ppo.step, "seconds": round(seconds, 1), "scores": scores}
+        return {
+            "change": change, "seed": seed, "scenario": options.scenario, "battles": options.battles, "steps": ppo.step,
+            "seconds": round(seconds, 1), "scores": scores(ppo.policy, config, options),
+        }  # fmt: skip
+
+
+def scores(policy: Policy, config: ArenaTrainConfig, options: argparse.Namespace) -> dict[str, float]:
+    """Return the score against each opponent, draws half."""
+    if options.scenario:
+        scenario = find_scenario(options.scenario)
+        test = msgspec.structs.replace(scenario.test_arena(options.eval_battles), state_view=config.arena.state_view)
+        arena = MatchArena(test, seed=scenario.test_seed, device=policy.device)
+        return {bot: arena.play(policy, bot).record.score for bot in scenario.opponents}
+    arena = evaluation_arena(config, options.eval_battles, options.eval_seed, policy.device)
+    return {bot: arena.play(policy, bot).record.score for bot in OPPONENTS}
 
 
 def print_table(records: list[Record]) -> None:
-    """Print the mean score of each change and its difference to all parts, paired over seeds, with a 95 % interval."""
+    """Print the score of each seed, the mean, and the difference of the mean to all parts, paired over seeds, with a 95 % interval."""
     found = {(record["change"], record["seed"]): record["scores"] for record in records if "change" in record}
-    print("| | seeds | " + " | ".join(f"{bot} | difference" for bot in OPPONENTS) + " |")
-    print("|---" * (2 + 2 * len(OPPONENTS)) + "|")
+    bots = list(dict.fromkeys(bot for scored in found.values() for bot in scored))
+    print("| | " + " | ".join(f"{bot}: seeds | mean | difference" for bot in bots) + " |")
+    print("|---" * (1 + 3 * len(bots)) + "|")
     for change in CHANGES:
-        seeds = [seed for name, seed in found if name == change and (ALL, seed) in found]
+        seeds = sorted(seed for name, seed in found if name == change and (ALL, seed) in found)
         if not seeds:
             continue
         cells = []
-        for bot in OPPONENTS:
-            scores = [found[change, seed][bot] for seed in seeds]
-            cells.append(f"{statistics.mean(scores):.1%}")
-            differences = [score - found[ALL, seed][bot] for score, seed in zip(scores, seeds, strict=True)]
+        for bot in bots:
+            scored = [100 * found[change, seed][bot] for seed in seeds]
+            cells += [" ".join(f"{score:.0f}" for score in scored), f"{statistics.mean(scored):.1f} %"]
+            differences = [score - 100 * found[ALL, seed][bot] for score, seed in zip(scored, seeds, strict=True)]
             if change == ALL or len(seeds) < 2:
                 cells.append("")
             else:
                 interval = student_interval(differences)
-                cells.append(f"{statistics.mean(differences):+.1%} [{interval.low:+.1%}, {interval.high:+.1%}]")
-        print(f"| {change} | {len(seeds)} | " + " | ".join(cells) + " |")
+                cells.append(f"{statistics.mean(differences):+.1f} [{interval.low:+.1f}, {interval.high:+.1f}]")
+        print(f"| {change} | " + " | ".join(cells) + " |")
+
+
+def part(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
+    if not 0 <= int(number) < int(count):
+        raise argparse.ArgumentTypeError(f"expected a part such as 0/2 or 1/2, got {text}")
+    return int(number), int(count)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--battles", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=10_000_000, help="of learning units, alive or not, in each training")
+    parser.add_argument("--scenario", default=None, choices=list(SCENARIOS))
+    parser.add_argument("--battles", type=int, default=256)
+    parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--steps", type=int, default=2_000_000, help="of learning units, alive or not, in each training")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--changes", nargs="*", default=list(CHANGES), choices=list(CHANGES))
-    parser.add_argument("--workers", type=int, default=1, help="trainings at the same time")
+    parser.add_argument("--part", type=part, default=(0, 1), help="do the trainings of one of several processes: 0/2 and 1/2 are halves")
     parser.add_argument("--eval-battles", type=int, default=512)
     parser.add_argument("--eval-seed", type=int, default=9)
-    parser.add_argument("--output", type=Path, default=None)
-    parser.add_argument("--table", type=Path, default=None, help="train nothing, and print the table of these records")
+    parser.add_argument("--output", type=Path, default=Path("arena_learning.jsonl"))
+    parser.add_argument("--table", type=Path, nargs="*", default=None, help="train nothing, and print the table of these records")
     options = parser.parse_args()
     if options.table is not None:
-        print_table([json.loads(line) for line in options.table.read_text().splitlines()])
+        print_table([json.loads(line) for path in options.table for line in path.read_text().splitlines()])
         return
-    write = Output(options.output).write if options.output else lambda record: print(json.dumps(record), flush=True)
+    output = Output(options.output, resume=True)
+    done = {(record["seed"], record["change"]) for record in output.earlier if "change" in record}
+    number, count = options.part
     jobs = list(itertools.product(range(options.seeds), options.changes))  # seed by seed, so that what is interrupted can be compared
-    with ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        records = []
-        for job in as_completed([pool.submit(trained, change, seed, options) for seed, change in jobs]):
-            records.append(job.result())
-            write(records[-1])
-    print_table(records)
+    for seed, change in jobs[number::count]:
+        if (seed, change) not in done:
+            output.write(trained(change, seed, options))
 
 
 if __name__ == "__main__":
