@@ -16,9 +16,10 @@ import torch
 
 import esper.arena
 from esper.arena.config import ArenaConfig
-from esper.arena.native.compiling import CACHE, arena_cache, for_battles
+from esper.arena.native.bots import act_bots
+from esper.arena.native.compiling import CACHE, BattleLoop, arena_cache, for_battles
 from esper.arena.native.layout import Battles, make_battles, make_maps
-from esper.arena.native.simulation import Simulation
+from esper.arena.native.simulation import Simulation, compile_bots
 from esper.arena.start import make_grids
 from esper.devices import threads
 
@@ -124,6 +125,42 @@ def test_cache_folder_changes_with_any_source_of_the_arena(tmp_path: Path) -> No
 def test_kernels_are_stored_in_the_cache_folder() -> None:
     count_visits(make_battles(ArenaConfig(size=16, team_size=1), 1))
     assert Path(count_visits.kernel.stats.cache_path).is_relative_to(CACHE)
+
+
+@pytest.mark.slow
+def test_kernel_on_disk_is_compiled_by_no_other_process() -> None:
+    count_visits(make_battles(ArenaConfig(size=16, team_size=1), 1))
+    again = BattleLoop(count_visits.kernel.py_func)
+    again.compile_beside(compile_bots)
+    assert again._compiler is None
+
+
+@pytest.mark.slow
+def test_kernel_is_compiled_by_its_first_call_if_the_other_process_fails() -> None:
+    @for_battles
+    def count_down(first: int, last: int, s: Battles) -> None:
+        for b in range(first, last):
+            s.status[0, b] -= 1
+
+    def missing() -> None: ...
+
+    missing.__module__ = "esper.no_such_module"
+    count_down.compile_beside(missing)
+    assert count_down._compiler is not None
+    state = make_battles(ArenaConfig(size=16, team_size=1), 2)
+    count_down(state)
+    assert count_down._compiler.returncode == 1
+    assert state.status[0].tolist() == [-1, -1]
+
+
+@pytest.mark.slow
+def test_the_other_process_compiles_bots_for_the_types_of_every_arena() -> None:
+    compile_bots()
+    config = ArenaConfig(battles=2, maps=2, size=32, team_size=2, state_view=True)
+    simulation = Simulation(config, make_grids(config, seed=0), battles=2, device=torch.device("cpu"))
+    simulation.begin(seed=0)
+    simulation.act(torch.zeros(2, 2, dtype=torch.int32))
+    assert len(act_bots.kernel.signatures) == 1
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,7 @@ Arguments = ParamSpec("Arguments")
 # describe arrays; no reference counts, because nothing is allocated; no entry points for Python and C, which would take longer to compile
 # than the functions.
 _FLAGS = {"error_model": "numpy", "forceinline": True, "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-COMPILE_S = 45  # on one core of 2.1 GHz
+COMPILE_S = 35  # on two cores of 2.5 GHz
 RANGES_PER_THREAD = 4  # so that a thread that was interrupted does not let the others wait for long
 
 
@@ -128,9 +129,28 @@ class BattleLoop(Generic[Arguments]):
             self.kernel = numba.njit(function, nogil=True, error_model="numpy", cache=True)
         _announcer.kernels.append(self.kernel)
         self._is_compiled = False
+        self._compiler: subprocess.Popen[bytes] | None = None
 
-    def _compile(self, *arguments: Any) -> None:
+    def compile_beside(self, compile_it: Callable[[], None]) -> None:
+        """Let another process compile the kernel by a function, unless the kernel is on disk. The first call waits for that process.
+
+        If the process fails, the first call compiles the kernel.
+        """
+        if self._is_compiled or self._compiler or numba.config.DISABLE_JIT or not sys.executable or os.cpu_count() == 1:
+            return
+        if any(Path(self.kernel.stats.cache_path).glob(f"*.{self.kernel.__name__}-*.nbi")):
+            return
+        code = f"from {compile_it.__module__} import {compile_it.__name__} as compile_it; compile_it()"
+        command = [sys.executable, "-P", "-c", code]
+        self._compiler = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def compile(self, *arguments: Arguments.args, **keywords: Arguments.kwargs) -> None:
         """Compile the kernel by a call for no battle. Its loops are not vectorised: they are short, and vectors made them slower."""
+        assert not keywords
+        if self._is_compiled:
+            return
+        if self._compiler is not None:
+            self._compiler.wait()
         before, numba.config.LOOP_VECTORIZE = numba.config.LOOP_VECTORIZE, 0
         try:
             self.kernel(0, 0, *arguments)
@@ -139,11 +159,9 @@ class BattleLoop(Generic[Arguments]):
         self._is_compiled = True
 
     def __call__(self, *arguments: Arguments.args, **keywords: Arguments.kwargs) -> None:
-        assert not keywords
         state: Any = arguments[0]
         battles = state.status.shape[1]
-        if not self._is_compiled:
-            self._compile(*arguments)
+        self.compile(*arguments, **keywords)
         workers = min(torch.get_num_threads(), battles)
         if workers == 1 or numba.config.DISABLE_JIT:
             self.kernel(0, battles, *arguments)

@@ -17,6 +17,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,6 +82,8 @@ class Simulation:
         if self._cuda is not None:
             bots = torch.zeros(2, battles, dtype=torch.int32, device=device)
             self._cuda.compile(self._arguments, *_arrays(tuple, {"bots": bots}))
+        else:
+            act_bots.compile_beside(compile_bots)  # while this process compiles `step_battles`
 
     def set_maps(self, grids: Grids) -> None:
         """Replace the maps by others of the same number and size."""
@@ -139,6 +142,16 @@ class Simulation:
         for name, dimension in BATTLE_DIMENSIONS.items():
             self.state[name][: _ROWS.get(name)].copy_(saved[name].movedim(0, dimension))
         self.run(LOOK)
+
+
+def compile_bots() -> None:
+    """Compile `act_bots` for a battle that is never fought. The types of the arrays are the same for all configs."""
+    config = ArenaConfig(battles=1, maps=1, size=16, team_size=1)
+    floats, bytes_ = np.zeros((1, 16, 16), np.float32), np.zeros((1, 16, 16), np.int8)
+    maps = make_maps(floats, bytes_, bytes_, floats, np.ones(1, np.float32))
+    tables = make_native_tables(config, spawn_points(1, size=16).flatten(0, 1).numpy())
+    actions, views, bots = make_actions(config, 1), make_views(config, 1), np.zeros((2, 1), np.int32)
+    act_bots.compile(make_battles(config, 1), maps, tables, make_rules(config), views, actions, bots, 0)
 
 
 def state_hash(saved: Saved, index: int) -> str:
