@@ -19,6 +19,7 @@ A training runs in one thread. Several at once are processes with a part of them
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
@@ -31,6 +32,7 @@ import torch
 from clock import now
 from esper.arena.config import ArenaConfig
 from esper.arena.scenarios import SCENARIOS, find_scenario
+from esper.config import from_mapping
 from esper.league.config import ArenaTrainConfig
 from esper.league.matches import MatchArena
 from esper.league.training import evaluation_arena, prepare_arena
@@ -60,19 +62,15 @@ SMALL = {  # 2 against 2, as player-2v2 was trained
 LARGE = {"ppo.learning_rate": 2e-3}  # 5 against 5, as player-5v5 was trained
 
 
-def changed(config: Any, path: str, value: Any) -> Any:
-    """Return a config in which the field at a dotted path has another value."""
-    name, _, rest = path.partition(".")
-    return msgspec.structs.replace(config, **{name: changed(getattr(config, name), rest, value) if rest else value})
-
-
 def settings(change: str, seed: int, options: argparse.Namespace) -> ArenaTrainConfig:
     arena = find_scenario(options.scenario).arena if options.scenario else ArenaConfig(team_size=2, contacts=2, allies=1, state_view=True)
     config = ArenaTrainConfig(arena=arena, total_steps=options.steps, device=options.device, threads=1)
     fixed = {"ppo.seed": seed, "arena.battles": options.battles, "ppo.precision": options.precision, "selfplay.enter_every": 10**9}
+    mapping = msgspec.to_builtins(config)
     for path, value in {**(SMALL if arena.team_size == 2 else LARGE), **fixed, **CHANGES[change]}.items():
-        config = changed(config, path, value)
-    return config
+        *groups, name = path.split(".")
+        functools.reduce(dict.__getitem__, groups, mapping)[name] = value
+    return from_mapping(ArenaTrainConfig, mapping)
 
 
 def trained(change: str, seed: int, options: argparse.Namespace) -> Record:

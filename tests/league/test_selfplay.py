@@ -446,9 +446,9 @@ def test_the_anchors_of_a_config_are_all_existing_bots() -> None:
 
 
 def test_bots_of_the_training_that_are_not_rated_are_anchors_too() -> None:
-    assert "strong-v1" not in RATED
-    anchors = attached(small_training(selfplay={"bots": ("strong-v1", "weak", "strong-v1")})).league.anchors
-    assert sorted(anchors) == sorted({*RATED, "strong-v1", "weak"})
+    assert "expert" not in RATED
+    anchors = attached(small_training(selfplay={"bots": ("expert", "weak", "expert")})).league.anchors
+    assert sorted(anchors) == sorted({*RATED, "expert"})
 
 
 def test_a_config_that_deals_more_than_all_battles_is_refused() -> None:

@@ -17,6 +17,7 @@ Shapes: B = battles, U = units, K = saved battles, S = side of the map.
 from __future__ import annotations
 
 import platform
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -225,11 +226,10 @@ def _table(bits: Tensor) -> Tensor:
 
 def device_kind(device: torch.device | str) -> str:
     """Return the kind of a device. Devices of the same kind compute the same bits."""
-    import numba
-
     device = torch.device(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}"
-    return f"{name}, numba {numba.__version__}"
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, numba-cuda {version('numba-cuda')}"
+    return f"{device.type} {platform.machine()}, numba {version('numba')}"
 
 
 def targets(actions: Actions, contacts: Tensor) -> Tensor:

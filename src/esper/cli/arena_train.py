@@ -139,7 +139,7 @@ def _dry_run(config: ArenaTrainConfig, group: Group, *, begins: bool) -> Command
             "units_that_learn": ppo.env.num_envs,
             "battles_against": _battles_by_opponent(ppo.env),
             "steps_per_update": ppo.steps_per_update,
-            "updates": -(-config.total_steps // ppo.steps_per_update),
+            "updates" if config.minutes is None else "most_updates": -(-config.total_steps // ppo.steps_per_update),
         }
     return show_plan(config, plan)
 

@@ -16,7 +16,7 @@ EvenCount = Annotated[int, Meta(ge=0, le=2**20, multiple_of=2)]  # the same, or 
 # The same as `esper.arena.bots.BOTS`, which is not imported because it imports torch.
 Anchor = Literal["random", "weak", "middle", "strong", "strong-v1", "expert"]
 ANCHORS: tuple[str, ...] = get_args(Anchor)
-RATED: tuple[str, ...] = ("random", "weak", "middle", "strong")  # bots that are part of every league
+RATED: tuple[str, ...] = ("random", "weak", "middle", "strong-v1")  # bots that are part of every league
 
 
 class LeagueConfig(Config):
