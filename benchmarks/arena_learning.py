@@ -2,7 +2,7 @@
 
     python benchmarks/arena_learning.py --part 0/2 --output first.jsonl &
     python benchmarks/arena_learning.py --part 1/2 --output second.jsonl
-    python benchmarks/arena_learning.py --table first.jsonl second.jsonl
+    python benchmarks/arena_learning.py --table first.jsonl second.jsonl --plot docs/arena_parts.png
 
 Trains 2 against 2 with the settings of player-2v2. Every training takes the same number of steps, decisions of learning units. Trainings of
 one seed have the same first maps, so differences are paired over seeds; intervals are over seeds. The last weights play, with their
@@ -97,9 +97,16 @@ def scores(policy: Policy, config: ArenaTrainConfig, options: argparse.Namespace
     return {bot: arena.play(policy, bot).record.score for bot in OPPONENTS}
 
 
-def print_table(records: list[Record]) -> None:
+Scores = dict[tuple[str, int], dict[str, float]]  # against each opponent, by change and seed
+
+
+def read_scores(paths: list[Path]) -> Scores:
+    records = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    return {(record["change"], record["seed"]): record["scores"] for record in records if "change" in record}
+
+
+def print_table(found: Scores) -> None:
     """Print the score of each seed, the mean, and the difference of the mean to all parts, paired over seeds, with a 95 % interval."""
-    found = {(record["change"], record["seed"]): record["scores"] for record in records if "change" in record}
     bots = list(dict.fromkeys(bot for scored in found.values() for bot in scored))
     print("| | " + " | ".join(f"{bot}: seeds | mean | difference" for bot in bots) + " |")
     print("|---" * (1 + 3 * len(bots)) + "|")
@@ -118,6 +125,30 @@ def print_table(records: list[Record]) -> None:
                 interval = student_interval(differences)
                 cells.append(f"{statistics.mean(differences):+.1f} [{interval.low:+.1f}, {interval.high:+.1f}]")
         print(f"| {change} | " + " | ".join(cells) + " |")
+
+
+def draw(found: Scores, path: Path) -> None:
+    """Draw the score of every training as a point, and the mean of each change as a line."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    bots = list(dict.fromkeys(bot for scored in found.values() for bot in scored))
+    changes = [change for change in CHANGES if any(name == change for name, _ in found)]
+    figure, panels = plt.subplots(
+        1, len(bots), sharey=True, squeeze=False, figsize=(2.2 + 2.6 * len(bots), 0.9 + 0.3 * len(changes)), layout="constrained"
+    )
+    for axes, bot in zip(panels[0], bots, strict=True):
+        for row, change in enumerate(changes):
+            points = [100 * scored[bot] for (name, _), scored in found.items() if name == change]
+            color = "tab:blue" if change == ALL else "tab:orange"
+            axes.plot(points, [row] * len(points), "o", color=color, alpha=0.6, markersize=5)
+            axes.plot([statistics.mean(points)] * 2, [row - 0.35, row + 0.35], color=color, linewidth=2)
+        axes.set(title=f"against {bot}", xlabel="score, % (draws half)", xlim=(-3, 103), yticks=range(len(changes)), yticklabels=changes)
+        axes.grid(axis="x", alpha=0.3)
+    panels[0][0].invert_yaxis()
+    figure.savefig(path, dpi=110)
 
 
 def part(text: str) -> tuple[int, int]:
@@ -141,9 +172,13 @@ def main() -> None:
     parser.add_argument("--eval-seed", type=int, default=9)
     parser.add_argument("--output", type=Path, default=Path("arena_learning.jsonl"))
     parser.add_argument("--table", type=Path, nargs="*", default=None, help="train nothing, and print the table of these records")
+    parser.add_argument("--plot", type=Path, default=None, help="with --table, draw a picture of all trainings into this file")
     options = parser.parse_args()
     if options.table is not None:
-        print_table([json.loads(line) for path in options.table for line in path.read_text().splitlines()])
+        found = read_scores(options.table)
+        print_table(found)
+        if options.plot is not None:
+            draw(found, options.plot)
         return
     output = Output(options.output, resume=True)
     done = {(record["seed"], record["change"]) for record in output.earlier if "change" in record}
