@@ -515,6 +515,7 @@ def test_the_ends_of_the_ranges_are_accepted() -> None:
         ({"size": 33}, "size"),
         ({"team_size": 17}, "team_size"),
         ({"seconds": 0.1}, "at least one decision"),
+        ({"seconds": 1025.0}, "at most 1024"),
     ],
 )
 def test_impossible_arena_settings_are_refused(settings: dict[str, object], message: str) -> None:
@@ -531,3 +532,33 @@ def test_a_state_of_other_battles_is_refused() -> None:
     with pytest.raises(ValueError, match=r"missing: \['unit'\], unknown: \[\]"):
         arena.load_state_dict(kept)
     assert_identical(saved(arena), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "value", "message"),
+    [
+        ("status", at.MAP, 2, "status is not everywhere from 0 to 1"),
+        ("status", at.LARGEST_TEAM, 2, r"the largest team should be from 1 to 1; got \[2\]"),
+        ("contact", 0, 2, "contact is not everywhere from -1 to 1"),
+        ("number", at.WEAPON, -1, "number is not everywhere from 0 to 6"),
+        ("unit", at.X, math.nan, "unit is not everywhere a number"),
+        ("unit", at.COS, 3e38, "unit is not everywhere a number"),
+    ],
+)
+def test_a_state_with_impossible_values_is_refused(name: str, row: int, value: float, message: str) -> None:
+    arena = flat_arena(maps=2)
+    before, kept = saved(arena), arena.state_dict()
+    kept["state"][name][row] = value
+    with pytest.raises(ValueError, match=message):
+        arena.load_state_dict(kept)
+    assert_identical(saved(arena), before)
+
+
+def test_maps_of_another_size_or_number_are_refused() -> None:
+    grids = flat_arena(size=16, maps=2).grids
+    with pytest.raises(ValueError, match=r"height of the maps should be \(2, 24, 24\), by maps and size of the config; got \(2, 16, 16\)"):
+        Arena(small_config(maps=2), grids=grids)
+    with pytest.raises(ValueError, match=r"height of the maps should be \(3, 16, 16\)"):
+        Arena(small_config(maps=3, size=16), grids=grids)
+    with pytest.raises(ValueError, match=r"zone_radius of the maps should be \(2,\)"):
+        Arena(small_config(maps=2, size=16), grids=grids._replace(zone_radius=torch.ones(1)))

@@ -371,12 +371,14 @@ def with_keyframes(name: str, change: Callable[[Tensor], Tensor]) -> Change:
     [
         (with_keyframes("seed", lambda seed: seed[:, None]), r"keyframes/seed is torch.int64 \[K, 1\], not torch.int64 \[K\]"),
         (with_keyframes("unit", lambda unit: unit.double()), "keyframes/unit is torch.float64"),
-        (with_keyframes("unit", lambda unit: unit / 0.0), "keyframes/unit is not everywhere a number"),
+        (with_keyframes("unit", lambda unit: unit / 0.0), "unit is not everywhere a number"),
+        (with_keyframes("unit", lambda unit: unit * 0.0 + 3e38), "unit is not everywhere a number from -1e\\+06 to 1e\\+06"),
         (with_keyframes("worn", lambda worn: worn[:, :-2]), "keyframes/worn is torch.uint8"),
-        (with_keyframes("contact", lambda contact: contact + 5), "keyframes/contact is not everywhere from -1 to 3"),
-        (with_keyframes("shell_count", lambda count: count - 1), "keyframes/shell_count is not everywhere from "),
+        (with_keyframes("contact", lambda contact: contact + 5), "contact is not everywhere from -1 to 3"),
+        (with_keyframes("shell_count", lambda count: count - 1), "shell_count is not everywhere from "),
         (with_keyframes("status", lambda status: status + 4), "keyframes/status does not name one of its 4 maps"),
         (with_keyframes("status", lambda status: status[:, 0]), "keyframes/status does not name one of its 4 maps"),
+        (with_keyframes("status", lambda status: status[:, :3]), "keyframes/status does not name one of its 4 maps"),
         (with_keyframes("at", lambda at: at.flip(0)), "keyframes are at frames"),
         (with_keyframes("at", lambda at: at + 1000), "keyframes are at frames"),
         (with_tensor("actions/contact", lambda contact: contact.add_(100)), "actions with impossible values"),
@@ -387,6 +389,7 @@ def with_keyframes(name: str, change: Callable[[Tensor], Tensor]) -> Change:
         (with_origin(place=3), "its place at the start is 3, but must be from 0 to 2"),
         (with_origin(place=-1), "its place at the start is -1"),
         (with_origin(episode=10**30), "its episode at the start is"),
+        (with_origin(episode=2**35), "its episode at the start is"),
         (with_origin(largest_team=0), "its largest_team at the start is 0, but must be from 1 to 2"),
         (with_origin(config={"team_size": 3}), "it has 4 units, but its config has 6"),
         (with_origin(config={"team_size": "many"}), "team_size: expected an int >= 1 and <= 16, got 'many'"),
@@ -396,6 +399,35 @@ def test_a_replay_with_impossible_values_is_refused_by_name(path: Path, change: 
     damaged = changed(path, "damaged.safetensors", **change(read_replay(path)))
     with pytest.raises(ReplayError, match=rf"damaged\.safetensors cannot be computed again: .*{told}.*; it was changed or damaged"):
         verify(damaged)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decision", [None, 3])
+def test_a_replay_verifies_although_the_teams_of_later_battles_were_limited(decision: int | None, tmp_path: Path) -> None:
+    arena = Arena(msgspec.structs.replace(CONFIG, seconds=2.0), seed=1)
+    if decision is None:
+        arena.set_largest_team(1)
+    recorder, bot = Recorder(arena, PLACE, keyframe_every=KEYFRAME_EVERY), Bot("strong", arena)
+    recorder.begin()
+    for step in range(arena.config.decisions):
+        if step == decision:
+            arena.set_largest_team(1)
+        actions = bot.act()
+        recorder.add(actions, arena.step(actions))
+    assert arena.simulation.number[at.IS_PRESENT, PLACE].tolist() == [1, 0, 1, 0]
+    found = verify(recorder.write(tmp_path / "limited.safetensors"))
+    assert found.ok, found.message
+
+
+@pytest.mark.slow
+def test_a_replay_on_maps_of_ones_own_can_only_be_watched(tmp_path: Path) -> None:
+    arena = flat_arena(seconds=1.0)
+    recorder, actions = Recorder(arena, 0), no_actions(arena.config)
+    recorder.begin()
+    while not recorder.is_over:
+        recorder.add(actions, arena.step(actions))
+    with pytest.raises(ReplayError, match="does not hold the start of the battle; it can be watched"):
+        verify(recorder.write(tmp_path / "own.safetensors"))
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from esper.arena.config import ArenaConfig
 from esper.arena.native import layout as at
-from esper.arena.native.simulation import BATTLE_DIMENSIONS, BEGIN, DECIDE, DECIDE_ONLY, LOOK, Simulation
+from esper.arena.native.simulation import BATTLE_DIMENSIONS, BEGIN, DECIDE, DECIDE_ONLY, LOOK, Simulation, check_ranges
 from esper.arena.orders import FIRST_WRONG, MOTION, action_spec, check_actions, first_wrong, raise_on_wrong_values
 from esper.arena.specs import PHYSICS
 from esper.arena.start import Grids, make_grids
@@ -212,6 +212,10 @@ class Arena:
             if other.shape != tensor.shape or other.dtype != tensor.dtype:
                 wanted = f"{tensor.dtype} {tuple(tensor.shape)}"
                 raise ValueError(f"{name} should be {wanted}; got {other.dtype} {tuple(other.shape)}")
+        check_ranges(lambda name, row: given[name] if row is None else given[name][row], self.config)
+        teams, limit = given["status"][at.LARGEST_TEAM], self.config.team_size
+        if not bool(((teams >= 1) & (teams <= limit)).all()):
+            raise ValueError(f"the largest team should be from 1 to {limit}; got {teams.unique().tolist()}")
         if saved["seed"] != self.seed:
             self._change_seed(int(saved["seed"]))
         for name, tensor in own.items():

@@ -16,6 +16,7 @@ WIDEST_CORNER = 10  # largest number of columns on a side of the square in which
 APART_M = 2.0  # distance between units at the start
 MapSize = Annotated[int, Meta(ge=SMALLEST, le=LARGEST, multiple_of=2)]
 TeamSize = Annotated[int, Meta(ge=1, le=16)]
+MOST_DECISIONS = 4096  # of a battle; random numbers of bots would repeat after them
 FEWEST_PROJECTILES = 48  # smallest number of projectile slots in one battle
 
 
@@ -74,6 +75,8 @@ class ArenaConfig(Config):
             raise ConfigError("team_size", expected="", got=self.team_size, problem=no_room(self.team_size, self.size))
         if self.decisions < 1:
             raise ConfigError("seconds", expected=f"at least one decision, {DECISION_S} s", got=self.seconds)
+        if self.decisions > MOST_DECISIONS:
+            raise ConfigError("seconds", expected=f"at most {MOST_DECISIONS * DECISION_S:g}", got=self.seconds)
 
     @property
     def units(self) -> int:

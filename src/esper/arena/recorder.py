@@ -68,12 +68,13 @@ class Recorder:
                 f"battle {self.battle} has had {status[at.DECISION]} decisions already; call begin() at the beginning of a battle"
             )
         self._map = int(status[at.MAP])
-        self._origin = Origin(
-            config=msgspec.to_builtins(self.arena.config),
-            place=self.battle,
-            episode=int(status[at.EPISODE]),
-            largest_team=int(status[at.LARGEST_TEAM]),
-        )
+        if self.arena.makes_maps:  # else the seed does not lead to the battle
+            self._origin = Origin(
+                config=msgspec.to_builtins(self.arena.config),
+                place=self.battle,
+                episode=int(status[at.EPISODE]),
+                largest_team=int(status[at.TEAM_LIMIT]),
+            )
         self._keep(self._now, torch.full((self.arena.config.units, 2), -1, dtype=torch.int8), is_last=False)
 
     def add(self, actions: Actions, result: StepResult) -> None:

@@ -288,6 +288,7 @@ def begin_status(s: Battles, b: int, which: int) -> None:
         s.status[field, b] = 0
     s.status[at.HOLDER, b] = -1
     s.status[at.MAP, b] = which
+    s.status[at.TEAM_LIMIT, b] = s.status[at.LARGEST_TEAM, b]
 
 
 @scalar

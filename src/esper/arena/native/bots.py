@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from esper.arena.config import MOST_DECISIONS
 from esper.arena.native import layout as at
 from esper.arena.native.battle import (
     FROM_24_BITS,
@@ -66,7 +67,7 @@ def yaw_towards(x: float, y: float, cos: float, sin: float) -> float:
 @scalar
 def period(s: Battles, b: int, decisions: int) -> int:
     """Return a number that changes with every battle of a place, and after every so many decisions."""
-    return int(s.status[at.EPISODE, b]) * 4096 + int(s.status[at.DECISION, b]) // decisions
+    return int(s.status[at.EPISODE, b]) * MOST_DECISIONS + int(s.status[at.DECISION, b]) // decisions
 
 
 @scalar

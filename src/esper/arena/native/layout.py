@@ -56,17 +56,18 @@ SHELL_WEAPON, SHELL_TARGET, SHELL_LIFE, SHELL_IMPACT, SHELL_COUNTS = range(5)  #
 NO_IMPACT, TERRAIN_IMPACT = -2, -1  # values of SHELL_IMPACT; others are the unit that was hit
 DESTROYED = 255  # value of Battles.worn for a destroyed column
 
-# Fields of Battles.status. Ticks held are the score; the second team's follow the first's. The last ones, from OVERFLOW on, are about
-# what came before; a battle that begins keeps them.
+# Fields of Battles.status. Ticks held are the score; the second team's follow the first's. The last ones, from LARGEST_TEAM on, are about
+# the next battle or about what came before; a battle that begins keeps them.
 (
     HELD, HELD_2, HOLDER, DECISION, EPISODE, MAP, OLD_HELD, OLD_HELD_2,
     PLACE,  # index of the battle in the arena
+    TEAM_LIMIT,  # LARGEST_TEAM when the battle began
     LARGEST_TEAM,  # limit of the team size of the next battle
     OVERFLOW,  # shots that found no free projectile slot
     HAS_ENDED, WINNER, IS_BY_TIME,  # of the last decision; the winner is -1 for a draw
     LAST_DECISION, LAST_HELD, LAST_HELD_2, LAST_LIVING, LAST_LIVING_2,  # after the last decision, before the next battle began
     STATUS_FIELDS,
-) = range(20)  # fmt: skip
+) = range(21)  # fmt: skip
 
 # Fields of Battles.reward: the parts of esper.arena.arena.Rewards in order, and what a unit is paid in all
 (

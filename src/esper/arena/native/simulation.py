@@ -14,7 +14,7 @@ Shapes: B = battles, U = units, K = saved battles.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,21 +39,23 @@ from esper.arena.native.layout import (
     make_rules,
     make_views,
 )
+from esper.arena.specs import WEAPONS
 from esper.arena.start import Grids, first_of
 from esper.devices import GraphedCall
 
-__all__ = ["BATTLE_DIMENSIONS", "BEGIN", "DECIDE", "DECIDE_ONLY", "LOOK", "Saved", "Simulation", "state_hash"]
+__all__ = ["BATTLE_DIMENSIONS", "BEGIN", "DECIDE", "DECIDE_ONLY", "LOOK", "Saved", "Simulation", "check_ranges", "state_hash"]
 
 Saved = dict[str, Tensor]  # states of battles [K, ...] by field of `Battles`
 
 # The dimension of the battle in every field of the state, and how many of its first rows belong to the state: all, or those before the
-# ones about the last decision. Fields that are missing are about the last decision only.
+# ones about the last decision and the next battle. Fields that are missing are about the last decision only.
 BATTLE_DIMENSIONS = {
     "unit": 1, "number": 1, "cooldown": 1, "harm": 1, "shell": 1, "shell_count": 1, "cloud": 1, "cloud_left": 0, "contact": 1,
     "worn": 0, "status": 1, "seed": 0,
 }  # fmt: skip
+LARGEST_NUMBER = 1e6  # of a state; the rules stay far below it, and products of such numbers are finite
 MOST_GRAPHS = 64  # of `Simulation.act`, one for each bot and memory of its actions
-_ROWS = {"number": at.HAS_FIRED, "shell_count": at.SHELL_IMPACT, "status": at.OVERFLOW}
+_ROWS = {"number": at.HAS_FIRED, "shell_count": at.SHELL_IMPACT, "status": at.LARGEST_TEAM}
 
 
 class Simulation:
@@ -61,6 +63,7 @@ class Simulation:
 
     def __init__(self, config: ArenaConfig, grids: Grids, *, battles: int, device: torch.device) -> None:
         self.config, self.device, self.battles = config, device, battles
+        _check_grids(grids, config)
         spawns = spawn_points(config.team_size, size=config.size).flatten(0, 1).numpy()
         self.state, self.actions, self.views = (
             _tensors(make(config, battles), device) for make in (make_battles, make_actions, make_views)
@@ -142,6 +145,36 @@ class Simulation:
         for name, dimension in BATTLE_DIMENSIONS.items():
             self.state[name][: _ROWS.get(name)].copy_(saved[name].movedim(0, dimension))
         self.run(LOOK)
+
+
+def check_ranges(part: Callable[[str, int | None], Tensor], config: ArenaConfig) -> None:
+    """Raise ValueError if a state has an index outside of its table, or numbers that are too large to compute with.
+
+    `part` returns a field of the state, or one row of it, of all battles.
+    """
+    units, kinds = config.units, len(WEAPONS)
+    for name, row, first, end in (
+        ("contact", None, -1, units),
+        ("number", at.TARGET, -1, units),
+        ("number", at.WEAPON, 0, kinds),
+        ("shell_count", at.SHELL_TARGET, -1, units),
+        ("shell_count", at.SHELL_WEAPON, 0, kinds),
+        ("status", at.MAP, 0, config.maps),
+    ):
+        indices = part(name, row)
+        if not bool(((indices >= first) & (indices < end)).all()):
+            raise ValueError(f"{name} is not everywhere from {first} to {end - 1}")
+    for name in ("unit", "shell", "cloud"):
+        if not bool((part(name, None).abs() <= LARGEST_NUMBER).all()):  # false for NaN
+            raise ValueError(f"{name} is not everywhere a number from {-LARGEST_NUMBER:g} to {LARGEST_NUMBER:g}")
+
+
+def _check_grids(grids: Grids, config: ArenaConfig) -> None:
+    """Raise ValueError if maps do not have the number and the size of the config."""
+    for name, grid in grids._asdict().items():
+        shape = (config.maps,) if name == "zone_radius" else (config.maps, config.size, config.size)
+        if grid.shape != shape:
+            raise ValueError(f"{name} of the maps should be {shape}, by maps and size of the config; got {tuple(grid.shape)}")
 
 
 def compile_bots() -> None:
