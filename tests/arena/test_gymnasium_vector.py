@@ -62,6 +62,23 @@ def test_the_checks_of_gymnasium_pass(env: ArenaVectorEnv) -> None:
         env.reset(options={"reset_mask": np.ones(4, np.bool_)})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"opponent": "storng"}, "there is no bot 'storng'; did you mean 'strong'"),
+        ({"opponent": None}, "opponent must be the name of a bot, or a function from observations to actions; got None"),
+        ({"scenario": None}, "scenario must be the name of a scenario, a Scenario or an ArenaConfig; got None"),
+        ({"scenario": "2v2"}, "there is no scenario '2v2'"),
+        ({"num_envs": 0}, "num_envs must be at least 1; got 0"),
+        ({"split": "exam"}, "split must be 'train' or 'test'"),
+        ({"device": "gpu"}, "an arena runs on 'cpu' or 'cuda'; got 'gpu'"),
+    ],
+)
+def test_impossible_arguments_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ArenaVectorEnv(**{"scenario": TINY, "num_envs": 2, **arguments})
+
+
 @pytest.mark.slow
 def test_the_same_seed_and_actions_give_the_same_steps() -> None:
     envs = [ArenaVectorEnv(TINY, "middle", num_envs=4) for _ in range(2)]

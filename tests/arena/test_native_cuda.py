@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from esper.arena.arena import Arena
+from esper.arena.config import ArenaConfig
+
 HERE = Path(__file__).parent
 
 
@@ -29,3 +32,5 @@ def test_missing_device_is_named() -> None:
 
     with pytest.raises((ImportError, RuntimeError), match="the arena on CUDA needs"):
         CudaKernels(battles=1, units=2)
+    with pytest.raises((ImportError, RuntimeError), match="the arena on CUDA needs"):
+        Arena(ArenaConfig(battles=1), device="cuda")

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
     ("argv", "message"),
     [
         (["eval"], "RUN"),
-        (["eval", "nowhere"], "there is no folder nowhere; give that of a run of esper arena train"),
+        (["eval", "nowhere"], "there is no player 'nowhere'; give a bot"),
         (["eval", "empty"], "there is no run in empty: it has no config.toml"),
         (["eval", "other"], "other is a ppo run and not an arena run; use it with: esper ppo train --resume --run other"),
         (["eval", "young"], "young has no checkpoint yet; train it for longer"),

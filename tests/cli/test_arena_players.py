@@ -15,6 +15,7 @@ from esper.league import trained
 from esper.league.config import ArenaTrainConfig
 from esper.league.player_file import read_player_description
 from esper.replay_file import read_replay
+from esper.rl.checkpoints import open_store
 from esper.runs import write_tensors
 from tests.commands import assert_explains, last_line
 
@@ -50,6 +51,35 @@ def shipped(player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 # Mistakes
+
+
+@pytest.mark.slow
+def test_a_damaged_latest_checkpoint_is_not_replaced_by_an_older_one(
+    arena_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    shutil.copytree(arena_run, tmp_path / "copy")
+    latest = open_store(Path("copy")).load("latest").path
+    (latest / "tensors.safetensors").write_bytes((latest / "tensors.safetensors").read_bytes()[:100])
+    for words in ("eval copy --checkpoint latest", "match copy:latest weak", "export copy p --checkpoint latest"):
+        assert main(["arena", *words.split()]) == 2
+        assert f"the latest checkpoint, {latest.name}, cannot be read" in capsys.readouterr().err
+    assert not Path("p.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_an_evaluation_takes_player_files_and_players_of_the_package(
+    player: Path, shipped: None, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    for name in (str(player), "player-1v1"):
+        assert main(["arena", "eval", name, "--battles", "2", "--against", "random", "--device", "cpu", "--json"]) == 0
+        shown = capsys.readouterr().out
+        assert f"{name} against random" in shown
+        assert last_line(shown)["checkpoint"] is None
+
+
+def test_training_does_not_start_from_a_player_file(player: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["arena", "train", "--start-from", str(player), "--battles", "8", "--dry-run"]) == 2
+    assert "is a player file, which has no critic to go on learning with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

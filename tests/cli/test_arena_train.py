@@ -131,8 +131,16 @@ def test_a_run_that_goes_on_keeps_its_settings(arena_run: Path, capsys: pytest.C
     assert "arena.team_size is 1 in the saved run and cannot become 2 now" in capsys.readouterr().err
     assert main(["arena", "train", "--resume", "--run", str(arena_run), "--json"]) == 0
     shown = capsys.readouterr().out
-    assert "had already finished its 80 steps; ask for more with --total-steps" in shown
+    assert "has done its 80 steps; ask for more with --total-steps" in shown
     assert last_line(shown)["status"] == "had finished"
+
+
+@pytest.mark.slow
+def test_a_dry_run_refuses_what_the_training_would_refuse(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["arena", "train", "--resume", "--run", str(arena_run), "--team-size", "2", "--dry-run"]) == 2
+    assert "arena.team_size is 1 in the saved run and cannot become 2 now" in capsys.readouterr().err
+    assert main(["arena", "train", *OPTIONS, "--run", str(arena_run), "--dry-run"]) == 2
+    assert str(arena_run) in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -173,7 +181,7 @@ def test_a_time_limit_ends_a_run_with_an_evaluation_and_more_time_continues_it(c
     assert main(resumed) == 0
     shown = capsys.readouterr().out
     assert last_line(shown)["status"] == "had finished"
-    assert f"had already finished its {UPDATE_STEPS} steps; ask for more with --total-steps or --minutes" in shown
+    assert f"has used its 1e-06 minutes, in {UPDATE_STEPS} steps; ask for more with --minutes, which counts the whole training" in shown
     taken = seconds_taken()
     assert taken > 0
     assert main([*resumed, "--minutes", str((taken + 0.01) / 60)]) == 0

@@ -176,11 +176,11 @@ def test_the_replay_of_a_match_is_a_battle_that_was_won(watched: int, tmp_path: 
 
 
 @pytest.mark.slow
-def test_no_replay_is_written_where_no_battle_was_won(tmp_path: Path) -> None:
+def test_the_first_battle_is_recorded_where_none_was_won(tmp_path: Path) -> None:
     kept = play_and_record(small_arena(battles=2, seconds=0.5), "random", "random", seed=2, path=tmp_path / "won.safetensors")
     assert kept.result.won == ()
-    assert (kept.path, kept.battle) == (None, None)
-    assert list(tmp_path.iterdir()) == []
+    assert (kept.path, kept.battle, kept.winner) == (tmp_path / "won.safetensors", 0, None)
+    assert verify(tmp_path / "won.safetensors").ok
 
 
 @pytest.mark.slow

@@ -33,8 +33,9 @@ def test_without_ratings_the_standings_are_scores_with_intervals() -> None:
         "four    candidate  12,345       -      0                    -                    -               -",
         "three        best       4       -    522                    -  81.2 % [77.6, 84.4]          37.5 %",
         "two        member       3       -     20                    -                    -               -",
-        "this league began without ratings; for the next one, install openskill with: pip install 'esper-grow[league]'",
         "and 1 that has left the league",
+        "this league began without ratings; for the next one, install openskill with: pip install 'esper-grow[league]'",
+        "vs: score against a bot, draws half, with its 95 % interval; learner scores: those of the player in training against it",
     ]
 
 

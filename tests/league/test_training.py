@@ -378,7 +378,7 @@ def test_the_newest_evaluation_battles_are_kept_and_can_be_verified(tmp_path: Pa
     own.parent.mkdir(parents=True)
     own.write_bytes(b"not recorded by an evaluation")
     os.utime(own, (0, 0))
-    train_arena(config_for(2, checkpoint_every=1, eval_replays=2), folder)
+    train_arena(config_for(2, checkpoint_every=1, eval_replays=1), folder)
     newest, before, oldest = find_replays(folder)
     assert (before.stem, oldest) == (f"evaluation-step-{2 * STEPS * ROWS}", own)
     assert newest.stem.startswith("evaluation-best-step-")

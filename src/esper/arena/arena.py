@@ -79,7 +79,7 @@ class Arena:
         grids: Grids | None = None,
     ) -> None:
         self.config = config or ArenaConfig()
-        self.device = _indexed(torch.device(device))
+        self.device = _checked_device(device)
         self.action_spec = action_spec(self.config)
         self.seed, self.largest_team = seed, self.config.team_size
         self.makes_maps = grids is None
@@ -261,8 +261,15 @@ def _make_valid(actions: Actions, config: ArenaConfig) -> None:
     motion.masked_fill_(~motion.isfinite(), 0.0).clamp_(-1.0, 1.0)
 
 
-def _indexed(device: torch.device) -> torch.device:
-    """Return the device with its index, because "cuda" and "cuda:0" are not equal."""
+def _checked_device(device: torch.device | str) -> torch.device:
+    """Return the device with its index, because "cuda" and "cuda:0" are not equal. Raise an error if the arena cannot run there."""
+    if str(device).partition(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"an arena runs on 'cpu' or 'cuda'; got {str(device)!r}")
+    device = torch.device(device)
+    if device.type == "cuda":
+        from esper.arena.native.cuda import require_cuda
+
+        require_cuda()
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
 
 

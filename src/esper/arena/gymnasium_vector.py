@@ -40,7 +40,7 @@ try:
     from gymnasium.vector import AutoresetMode, VectorEnv
     from gymnasium.vector.utils import batch_space
 except ImportError as error:
-    raise ImportError("esper.arena.gymnasium_vector needs Gymnasium: pip install 'esper-grow[gym]'") from error
+    raise ImportError("esper.arena.gymnasium_vector needs Gymnasium: pip install 'esper-grow[league,gym]'") from error
 
 from esper.arena.arena import ManualResetArena, StepResult
 from esper.arena.bots import BOTS
@@ -81,9 +81,15 @@ class ArenaVectorEnv(VectorEnv[Observations, Array, Array]):
         if isinstance(opponent, str) and opponent not in BOTS:
             hint = did_you_mean(opponent, BOTS, otherwise=f"there are {', '.join(BOTS)}")
             raise ValueError(f"there is no bot {opponent!r}; {hint}")
+        if not isinstance(opponent, str) and not callable(opponent):
+            raise ValueError(f"opponent must be the name of a bot, or a function from observations to actions; got {opponent!r}")
+        if num_envs < 1:
+            raise ValueError(f"num_envs must be at least 1; got {num_envs}")
         if split not in ("train", "test"):
             raise ValueError(f"split must be 'train' or 'test'; got {split!r}")
         scenario = find_scenario(scenario) if isinstance(scenario, str) else scenario
+        if not isinstance(scenario, Scenario | ArenaConfig):
+            raise ValueError(f"scenario must be the name of a scenario, a Scenario or an ArenaConfig; got {scenario!r}")
         self.scenario = scenario if isinstance(scenario, Scenario) else None
         self.is_test = split == "test"
         if isinstance(scenario, ArenaConfig):

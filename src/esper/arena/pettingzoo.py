@@ -26,7 +26,7 @@ try:
     from gymnasium import spaces
     from pettingzoo import ParallelEnv
 except ImportError as error:
-    raise ImportError("esper.arena.pettingzoo needs PettingZoo: pip install 'esper-grow[gym]'") from error
+    raise ImportError("esper.arena.pettingzoo needs PettingZoo: pip install 'esper-grow[league,gym]'") from error
 
 from esper.arena.arena import ManualResetArena, StepResult, no_actions
 from esper.arena.config import ArenaConfig
@@ -37,7 +37,7 @@ from esper.config import from_mapping
 from esper.vecenv import Actions, ActionSpec, Discrete, Head
 
 TEAMS = ("red", "blue")  # first team, second team
-MAPS = 16  # default number of maps, smaller than usual, because a new seed makes all of them again
+MAPS = 16  # number of maps without a config or a scenario, smaller than usual, because a new seed makes all of them again
 STATE_LIMIT = 2.0  # larger than the absolute value of every number of the state; the largest are shares of a heat cap, up to 1.5
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -55,7 +55,7 @@ def parallel_env(
         return ArenaParallelEnv(config, seed=seed, render_mode=render_mode)
     scenario = find_scenario(config)
     scenario.check_training_seed(seed)
-    env = ArenaParallelEnv(msgspec.structs.replace(scenario.arena, maps=MAPS), seed=seed, render_mode=render_mode)
+    env = ArenaParallelEnv(scenario.arena, seed=seed, render_mode=render_mode)
     env.scenario = scenario
     return env
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import esper
 from esper.arena.config import ArenaConfig
 from esper.arena.native import layout as at
 from esper.arena.native.simulation import Saved, Simulation, check_ranges
@@ -66,8 +65,8 @@ def load_battle(path: Path | str) -> Battle:
     info, tensors = replay.info, replay.tensors
     if info.rules_version != RULES_VERSION:
         raise ReplayError(
-            f"{path} is a battle of rules version {info.rules_version}, recorded by esper {info.esper_version}; esper {esper.__version__} "
-            f"has version {RULES_VERSION}: it can be watched here, but computed again only with the version that recorded it"
+            f"{path} is a battle of rules version {info.rules_version}, recorded by esper {info.esper_version}; this esper has rules "
+            f"version {RULES_VERSION}: it can be watched here, but computed again only with the version that recorded it"
         )
     if info.origin is None:
         raise ReplayError(f"{path} does not hold the start of the battle; it can be watched, but not computed again: record it again")

@@ -187,7 +187,7 @@ class PlayedMatch(NamedTuple):
 
     result: MatchResult
     wants_replay: bool
-    replay: Path | None  # of a battle that the first player won
+    replay: Path | None  # of a battle that the first player won, or of the first one if it won none
     actions: ActionChoice | None  # how policies chose; None: only bots fought
 
 
@@ -281,9 +281,10 @@ def print_match(played: PlayedMatch) -> None:
         print(f"actions          {'drawn' if played.actions == 'drawn' else 'the likeliest ones; --draw draws them'}")
     if played.replay is not None:
         file = shlex.quote(str(played.replay))
-        print(f"replay           {file}\nsee it           esper arena watch {file}")
+        which = "" if result.won else ", the first battle: none was won"
+        print(f"replay           {file}{which}\nsee it           esper arena watch {file}")
     elif played.wants_replay:
-        print("replay           none: no battle was won; try another --seed, or more --battles")
+        print("replay           none: the battle could not be repeated on this device; try another --seed")
 
 
 def match_json(played: PlayedMatch, arena: ArenaConfig) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class MatchOptions(Config):
     draw: tyro.conf.FlagCreatePairsOff[bool] = False
     """draw the actions of policies, as in training; else they take the likeliest ones"""
     replay: Path | None = None
-    """write the first battle that the first player won to this file, or into the folder replays of this run"""
+    """write the first battle that the first player won, else the first one, to this file or into the folder replays of this run"""
 
 
 def _play(options: MatchOptions, arena: ArenaConfig, first: MatchPlayer, second: MatchPlayer, *, title: str) -> dict[str, Any]:
@@ -100,21 +100,23 @@ def run(argv: list[str], prog: str) -> CommandResult:
     return CommandResult({"first": first.name, "second": second.name, **result})
 
 
-EVAL_DESCRIPTION = """Lets the player of a run fight a scripted bot on maps that it was never trained on, twice on each with sides swapped.
+EVAL_DESCRIPTION = """Lets a player fight a scripted bot on maps that it was never trained on, twice on each with sides swapped.
 
   esper arena eval runs/arena-... --against strong --battles 512
   esper arena eval runs/arena-... --battles 16 --replay runs/arena-...
+  esper arena eval player-2v2 --against expert
 
+The player is that of a run, or any other that esper arena match takes.
 The score counts draws half, and its 95 % interval is over the maps. Another opponent than a bot: esper arena match."""
 
 
 class ArenaEvalArguments(MatchOptions):
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """folder of the run"""
+    player: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PLAYER")]
+    """folder of a run, RUN:member, a player file, or a player that comes with esper"""
     against: Anchor = "strong"
     """scripted bot that it fights"""
     checkpoint: Literal["best", "latest"] = "best"
-    """which player of the run"""
+    """which player of a run"""
 
 
 def run_eval(argv: list[str], prog: str) -> CommandResult:
@@ -122,12 +124,13 @@ def run_eval(argv: list[str], prog: str) -> CommandResult:
     from esper.devices import find_device
 
     with user_errors():
-        player = player_of_run(arguments.run, arguments.checkpoint, device=find_device(arguments.device))
-        assert player.arena is not None
+        device, name, which = find_device(arguments.device), arguments.player, arguments.checkpoint
+        is_run = Path(name).is_dir()
+        player = player_of_run(Path(name), which, device=device) if is_run else find_player(name, device=device)
         bot = MatchPlayer(arguments.against, arguments.against)
-        title = f"{arguments.checkpoint} player of {arguments.run} against {bot.name}"
-        result = _play(arguments, player.arena, player, bot, title=title)
-    return CommandResult({"run": str(arguments.run), "checkpoint": arguments.checkpoint, "against": bot.name, **result})
+        title = f"{f'{which} player of ' if is_run else ''}{name} against {bot.name}"
+        result = _play(arguments, player.arena or ArenaConfig(), player, bot, title=title)
+    return CommandResult({"player": name, "checkpoint": which if is_run else None, "against": bot.name, **result})
 
 
 LEAGUE_DESCRIPTION = """Shows the league of a run: past selves and bots, their ratings, and scores against the bots with 95 % intervals.

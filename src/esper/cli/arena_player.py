@@ -26,7 +26,7 @@ DESCRIPTION = """Writes the player of a run to one file that plays on any machin
   esper arena match player.safetensors expert
 
 The file holds the weights that playing needs, the settings of network and arena, and a card: what it was trained on and for how long, its
-score when it was chosen, and your --note. It can be given wherever a player is named. Reading it executes nothing."""
+score when it was chosen, and your --note. esper arena match, eval and leaderboard take it as a player. Reading it executes nothing."""
 
 
 class ExportArguments(Config):
@@ -44,6 +44,7 @@ def run(argv: list[str], prog: str) -> CommandResult:
     arguments = parse(ExportArguments, argv, prog, description=DESCRIPTION)
     path = arguments.file if arguments.file.suffix == SUFFIX else arguments.file.with_name(f"{arguments.file.name}{SUFFIX}")
     from esper.league.player_file import save_player
+    from esper.league.training import load_checkpoint
     from esper.rl.checkpoints import open_store
 
     with user_errors():
@@ -51,7 +52,7 @@ def run(argv: list[str], prog: str) -> CommandResult:
         store = open_store(arguments.run)
         if not store.has_any():
             raise CommandError(f"{arguments.run} has no checkpoint yet; train it for longer")
-        checkpoint = store.load(arguments.checkpoint)
+        checkpoint = load_checkpoint(store, arguments.checkpoint)
     card = "\n".join(filter(None, [_training(config, checkpoint), arguments.note]))
     try:
         save_player(path, checkpoint.state["ppo"]["policy"], config, card)
@@ -108,11 +109,12 @@ def run_card(argv: list[str], prog: str) -> CommandResult:
         description = read_player_description(path)
     arena, unit, network = description.arena, description.unit, description.network
     core = "no memory" if network.core == "none" else f"{network.core.upper()} of width {network.hidden_size}"
+    contacts, allies = "contact" if arena.contacts == 1 else "contacts", "ally" if arena.allies == 1 else "allies"
     rows = [
         ("file", f"{path}, {path.stat().st_size:,} bytes"),
         ("written by", f"esper {description.esper}, rules version {description.rules}"),
         ("arena", f"{describe_arena(arena)}; landscapes: {', '.join(arena.landscapes)}"),
-        ("observes", f"{arena.contacts} contacts and {arena.allies} allies"),
+        ("observes", f"{arena.contacts} {contacts} and {arena.allies} {allies}"),
         ("network", f"{core}, encoding of width {unit.width}"),
     ]
     lines = printable(description.card).split("\n")

@@ -202,13 +202,9 @@ def _play_demo(folder: Path) -> Path:
         print(f"no trained player comes with this version of esper yet, so the bot {DEMO_BOT} plays")
     print(f"{player.name} fights {DEMO_RIVAL} on {scenario.name}: {scenario.description}", flush=True)
     arena, path = scenario.test_arena(DEMO_BATTLES), folder / f"{player.name}-against-{DEMO_RIVAL}{SUFFIX}"
-    # Record a battle that the player won; if it won none, record the first.
-    for battle in (None, 0):
-        with progress_bar("battles", arena.decisions) as on_step:
-            recorded = play_and_record(
-                arena, player.player, DEMO_RIVAL, seed=scenario.test_seed, path=path, battle=battle, names=(player.name, DEMO_RIVAL),
-                device=device, on_step=on_step,
-            )  # fmt: skip
-        if recorded.path is not None:
-            break
+    with progress_bar("battles", arena.decisions) as on_step:
+        play_and_record(
+            arena, player.player, DEMO_RIVAL, seed=scenario.test_seed, path=path, names=(player.name, DEMO_RIVAL), device=device,
+            on_step=on_step,
+        )  # fmt: skip
     return path

@@ -11,7 +11,7 @@ import msgspec
 import tyro
 
 from esper.arena.scenarios import Scenario, find_scenario
-from esper.cli.arena_battles import memory_errors
+from esper.cli.arena_battles import memory_errors, user_errors
 from esper.cli.command import OK, CommandError, CommandResult, failures, how_to_resume, in_group, print_profile, show_plan
 from esper.cli.parse import parse, saved_config, settings_of, short_names, take_option, train_defaults
 from esper.config import NonNegativeInt, describe
@@ -40,7 +40,7 @@ class ArenaArguments(ArenaTrainConfig):
     scenario: str | None = None
     """settings of the arena from a scenario: 2v2-open-v1 or 5v5-city-v1; other options change them"""
     resume: _Flag = False
-    """go on with the run in --run, as it was configured; --total-steps may ask for more"""
+    """go on with the run in --run, as it was configured; --total-steps or --minutes, both of the whole training, may ask for more"""
     profile: NonNegativeInt = 0
     """profile this many updates after a warm-up: a trace in the run folder and a table of the shares of time; 0: none"""
     dry_run: _Flag = False
@@ -76,16 +76,20 @@ def train_words(argv: list[str]) -> list[str]:
 DESCRIPTION = """Trains a player for team battles against scripted bots, past selves and itself, and keeps everything in a run folder.
 
   esper arena train --device cuda --team-size 5 --battles 1024
-  esper arena train --team-size 2 --battles 64 --minutes 30
+  esper arena train --team-size 2 --contacts 2 --allies 1 --battles 64 --minutes 30
   esper arena train --scenario 2v2-open-v1 --battles 512
   esper arena eval runs/arena-... --against strong
 
 One policy drives every unit of its side. In --bot-share of the battles it fights scripted bots, in --past-share past selves from its
-league, drawn by how hard they are, and in the others itself, where both sides learn. Sides are swapped from battle to battle. Every
---enter-every updates it sends a copy of itself to the league, which stays if it beats the best one there: if the lower end of the 95 %
-interval of its score, on maps that nobody has seen, is at least --promote-at. At checkpoints it fights --eval-battles against
---eval-against, which tell the best of them; one battle of each evaluation is recorded, and esper watch plays the newest one. A step is
-one decision of one unit that learns, whether it lives or not. Ctrl-C stops after the update, with a checkpoint.
+league, drawn by how hard they are, and in the others itself, where both sides learn. Sides are swapped from battle to battle.
+
+A copy of the player is sent to the league every --enter-every updates. It stays if it beats the best member: if the lower end of the 95 %
+interval of its score, on maps that no training uses, is at least --promote-at. At every checkpoint the player fights --eval-battles battles
+against --eval-against, and the checkpoint with the best score is kept as the best; one battle of each evaluation is recorded, and esper
+watch plays the newest one. A step is one decision of one unit that learns, whether it lives or not. Ctrl-C stops after the update, with a
+checkpoint.
+
+Players can meet if they observe the same numbers of contacts and allies: 5 and 4, unless --contacts, --allies or --scenario say otherwise.
 
 Values come from the defaults, then from --config FILE.toml, then from the command line. The path of an option may be left out where its
 last name is unique: --battles for --arena.battles, --learning-rate for --ppo.learning-rate; --size is that of the map, and --gamma
@@ -109,7 +113,7 @@ def run(argv: list[str], prog: str) -> CommandResult:
             f"--seed {config.ppo.seed} makes the test maps of {scenario.name}, which nobody may train on; choose another one"
         )
     with in_group(config.device) as group, memory_errors(config.arena):
-        return _dry_run(config, group, begins=not arguments.resume) if arguments.dry_run else _train(config, arguments, group)
+        return _dry_run(config, arguments, group) if arguments.dry_run else _train(config, arguments, group)
 
 
 def _scenario(words: list[str]) -> Scenario | None:
@@ -126,12 +130,15 @@ def _scenario(words: list[str]) -> Scenario | None:
         raise CommandError(str(error)) from error
 
 
-def _dry_run(config: ArenaTrainConfig, group: Group, *, begins: bool) -> CommandResult:
+def _dry_run(config: ArenaTrainConfig, arguments: ArenaArguments, group: Group) -> CommandResult:
     from esper.league.selfplay import SelfPlay
-    from esper.league.training import prepare_arena
+    from esper.league.training import ARENA, prepare_arena
     from esper.rl.run_setup import count_parameters
+    from esper.rl.training import check_start
 
-    with prepare_arena(config, group, begins=begins) as (ppo, _):
+    with user_errors():
+        check_start(ARENA, config, arguments.run, resume=arguments.resume)
+    with prepare_arena(config, group, begins=not arguments.resume) as (ppo, _):
         assert isinstance(ppo.env, SelfPlay)
         plan = {
             "device": str(ppo.device),
@@ -199,7 +206,11 @@ def _record(evaluation: PolicyEvaluation) -> WinRecord:
 def _print_summary(result: RunResult, record: WinRecord | None, progress: ArenaProgress, config: ArenaTrainConfig) -> None:
     folder = shlex.quote(str(result.folder))
     if result.status == "had finished":
-        print(f"{folder} had already finished its {result.step:,} steps; ask for more with --total-steps or --minutes")
+        if config.minutes is None or result.step >= config.total_steps:
+            print(f"{folder} has done its {result.step:,} steps; ask for more with --total-steps")
+        else:
+            used = f"{folder} has used its {config.minutes:g} minutes, in {result.step:,} steps"
+            print(f"{used}; ask for more with --minutes, which counts the whole training")
     else:
         print(f"{result.status} after {progress.updates}, {result.step:,} steps, in {result.seconds:.1f} s")
     print(f"lately           {progress.against}")

@@ -176,7 +176,7 @@ def _record(points: Sequence[float]) -> WinRecord:
 
 @dataclass(frozen=True)
 class RecordedMatch:
-    """The result of a match and the replay of one of its battles. `path` is None if no battle was the wanted one."""
+    """The result of a match and the replay of one of its battles. `path` is None if the wanted battle could not be repeated."""
 
     result: MatchResult
     path: Path | None
@@ -197,7 +197,9 @@ def play_and_record(
     on_step: Callable[[StepResult], None] | None = None,
     sample: bool = False,
 ) -> RecordedMatch:
-    """Play a match as `MatchArena.play` does and save the replay of one battle: `battle`, or one that the first player won.
+    """Play a match as `MatchArena.play` does and save the replay of one battle.
+
+    That is `battle`, or without it one that the first player won, or if it won none the first one.
 
     `names` are the names of the two players in the replay.
     """
@@ -206,17 +208,15 @@ def play_and_record(
     watched = range(min(_RECORDED, config.battles)) if battle is None else [battle]
     recorders = [_recorder(match_arena, index, names) for index in watched]
     result = match_arena.play(first, second, on_step=on_step, recorders=recorders, sample=sample)
-    wanted = result.won if battle is None else (battle,)
+    wanted = (result.won or (0,)) if battle is None else (battle,)
     kept = next((recorder for recorder in recorders if recorder.battle in wanted), None)
-    if kept is None and wanted:
+    if kept is None:
         # The first player won, but in a battle that was not recorded. Play again: the same seed gives the same battles.
         kept = _recorder(match_arena, wanted[0], names)
         match_arena.play(first, second, recorders=[kept], sample=sample)
         # On devices whose results vary, the first player may lose it this time. Then there is no replay.
         if kept.winner != kept.battle % 2:
             return RecordedMatch(result, None, None, None)
-    if kept is None:
-        return RecordedMatch(result, None, None, None)
     return RecordedMatch(result, kept.write(path), kept.battle, kept.winner)
 
 

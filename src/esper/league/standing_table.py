@@ -48,9 +48,14 @@ def standings(league: League, *, with_retired: bool = False) -> str:
     header = ["name", "kind", "step", "rating", "games", *(f"vs {anchor}" for anchor in league.anchors), "learner scores"]
     lines = [header, *(_line(row, league) for row in standing_rows(league, with_retired=with_retired))]
     retired = sum(entry.kind == "retired" for entry in league.entries)
-    notes = [] if league.is_rated else [f"this league began without ratings; for the next one, {HOW_TO_INSTALL}"]
+    notes = []
     if retired and not with_retired:
         notes.append(f"and {retired} that {'has' if retired == 1 else 'have'} left the league")
+    if league.is_rated:
+        notes.append("rating: mean ± deviation by openskill; sorted by mean − 3 deviations, because few games are no proof")
+    else:
+        notes.append(f"this league began without ratings; for the next one, {HOW_TO_INSTALL}")
+    notes.append("vs: score against a bot, draws half, with its 95 % interval; learner scores: those of the player in training against it")
     return "\n".join([aligned(lines, numbers=True), *notes])
 
 

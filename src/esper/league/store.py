@@ -31,6 +31,7 @@ from esper.files import (
     write_file,
 )
 from esper.league.league import League, LeagueError, Weights
+from esper.league.player_file import HEADER as PLAYER_HEADER
 from esper.runs.checkpoints import FileDigest, digest, format_of, to_json, without_checked_digest
 from esper.runs.tensors import decode_tensors, encode_tensors, read_tensors
 
@@ -123,7 +124,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """Return the weights of a player from a file in `league/members` of a run, or from a copy of such a file."""
     place = f"a run keeps the weights of its league in RUN/{FOLDER}/{MEMBERS}/NAME{_SUFFIX}"
     try:
-        return read_tensors(path)[0]
+        weights, metadata = read_tensors(path)
+        if PLAYER_HEADER in metadata:
+            raise LeagueError(f"{path} is a player file, which has no critic to go on learning with; {place}")
+        return weights
     except FileNotFoundError as error:
         raise LeagueError(f"there are no weights at {path}; {place}") from error
     except FileError as error:

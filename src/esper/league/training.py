@@ -41,7 +41,7 @@ from esper.rl.ppo import PPO
 from esper.rl.run_setup import Relay
 from esper.rl.training import RunOptions, RunResult, Trainer, run_trainer
 from esper.rng import Streams
-from esper.runs import load_module
+from esper.runs import Checkpoint, CheckpointStore, load_module
 from esper.runs.folder import CONFIG, RunError, check_holds_a_run
 
 RECORDED = "evaluation-"  # prefix of the names of replays that evaluations record
@@ -86,7 +86,8 @@ class BotEvaluator:
     """Scores policies in battles against a bot. A battle counts 1, 0.5 or 0 points; battles 2i and 2i + 1 share a map.
 
     Given the folder of a run, it records the first battle of each evaluation there, with the policy as the first team, and keeps the newest
-    `config.eval_replays` of these replays. Scores of one seed fight on the same maps, so their replays show how a player changes.
+    `config.eval_replays` of checkpoints and that of the best player at the end. Scores of one seed fight on the same maps, so the replays
+    of checkpoints show how a player changes.
 
     The arena is made for the first score and kept until `close`: a new one would have to make its maps again, and on a GPU it would take
     more memory for its captured step.
@@ -120,12 +121,13 @@ class BotEvaluator:
         return PolicyEvaluation(list(result.points), [round(result.decisions)] * len(result.points))
 
     def _keep(self, recorder: Recorder, name: str) -> None:
-        """Write a replay, and remove the oldest ones that evaluations have recorded."""
+        """Write a replay, and remove older ones: the newest of checkpoints stay, and one of the best player at the end of the run."""
         assert self.folder is not None
         recorder.write(self.folder / REPLAYS / f"{name}{SUFFIX}")
-        recorded = [path for path in find_replays(self.folder, follow_links=False) if path.name.startswith(RECORDED)]
-        for path in recorded[self.config.eval_replays :]:
-            remove(path)
+        for start, count in ((f"{RECORDED}step-", self.config.eval_replays), (f"{RECORDED}best-", 1)):
+            recorded = [path for path in find_replays(self.folder, follow_links=False) if path.name.startswith(start)]
+            for path in recorded[count:]:
+                remove(path)
 
     def close(self) -> None:
         self._kept = None
@@ -165,11 +167,24 @@ _ARENA_RESUMED = dataclasses.replace(ARENA, prepare=lambda config, encoder, grou
 def load_player(
     folder: Path | str, *, which: Literal["best", "latest"] = "best", device: torch.device | str = "cpu"
 ) -> tuple[Policy, ArenaTrainConfig]:
-    """Return the policy of a run's best or latest checkpoint, ready to play, and the config of the run."""
+    """Return the policy of a run's best or latest checkpoint, ready to play, and the config of the run.
+
+    If the latest checkpoint cannot be read, this raises: an older one would play under its name.
+    """
     place = Path(folder)
     check_holds_a_run(place, "arena")
     config = load_saved(ArenaTrainConfig, place / CONFIG)
     store = open_store(place)
     if not store.has_any():
         raise RunError(f"{place} has no checkpoint yet; train it for longer")
-    return make_player(config, store.load(which).state["ppo"]["policy"], device=torch.device(device)), config
+    return make_player(config, load_checkpoint(store, which).state["ppo"]["policy"], device=torch.device(device)), config
+
+
+def load_checkpoint(store: CheckpointStore, which: Literal["best", "latest"]) -> Checkpoint:
+    """Load a checkpoint to play with. Raise RunError if the latest one cannot be read, instead of taking an older one."""
+    checkpoint = store.load(which)
+    if checkpoint.skipped:
+        refused = checkpoint.skipped[0]
+        problem = f"the latest checkpoint, {refused.path.name}, cannot be read: {refused.reason}"
+        raise RunError(f"{problem}; resume the run, or take its best player")
+    return checkpoint

@@ -253,6 +253,14 @@ def run_trainer(
     return _with_card(_begin(_with_sinks(config, tensorboard, wandb), folder, env, options), group)
 
 
+def check_start(trainer: Trainer[Any], config: RunConfig, folder: Path | None, *, resume: bool) -> None:
+    """Raise RunError if `run_trainer` would not begin or resume a run in this folder."""
+    if resume and folder is not None:
+        _resumed_config(folder, config, trainer)
+    elif folder is not None:
+        check_is_free(folder)
+
+
 def _with_card(result: RunResult, group: Group) -> RunResult:
     """Write the card of the result into its folder, from the events that are on disk now. A failure only warns."""
     if group.rank == 0:
