@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
         (["match", "strong"], "B"),
         (["match", "storng", "weak"], "there is no player 'storng'; did you mean 'strong'?"),
         (["match", "nowhere", "weak"], f"there is no player 'nowhere'; give a bot ({', '.join(BOTS)}), a player of esper"),
-        (["match", "other/config.toml", "weak"], "other/config.toml cannot be read as a safetensors file"),
+        (["match", "other/config.toml", "weak"], "other/config.toml is a file; give the folder of a run, or a player file"),
         (["match", "strong", "weak", "--team-size", "17"], "--team-size"),
         (["match", "young:update-1", "weak"], "there is no league in young/league"),
         (["league", "nowhere"], "there is no folder nowhere"),

@@ -90,7 +90,7 @@ def test_training_does_not_start_from_a_player_file(player: Path, capsys: pytest
         (["export", "young", "player"], "young has no checkpoint yet; train it for longer"),
         (["card", "nowhere"], "there is no file nowhere; write one with: esper arena export RUN FILE"),
         (["card", "text"], "text cannot be read as a safetensors file"),
-        (["match", "text", "weak"], "text cannot be read as a safetensors file"),
+        (["match", "text", "weak"], "text is a file; give the folder of a run, or a player file"),
         (["match", "others.safetensors", "weak"], "others.safetensors holds tensors, but no player"),
         (["match", "player-9v9", "weak"], "there is no player 'player-9v9'; did you mean 'player-5v5'?"),
         (["leaderboard"], "--players: expected at least one player"),

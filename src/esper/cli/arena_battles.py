@@ -56,6 +56,8 @@ def find_player(text: str, *, device: torch.device) -> MatchPlayer:
     if path.is_dir():
         return player_of_run(path, "best", device=device, name=text)
     if path.is_file():
+        if path.suffix != ".safetensors":
+            raise CommandError(f"{text} is a file; give the folder of a run, or a player file (*.safetensors)")
         return _player_of_file(path, device=device, name=text)
     folder, colon, member = text.rpartition(":")
     if colon and Path(folder).is_dir():
