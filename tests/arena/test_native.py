@@ -16,6 +16,7 @@ import torch
 
 import esper.arena
 from esper.arena.config import ArenaConfig
+from esper.arena.native import compiling
 from esper.arena.native.bots import act_bots
 from esper.arena.native.compiling import CACHE, BattleLoop, arena_cache, for_battles
 from esper.arena.native.layout import Battles, make_battles, make_maps
@@ -136,7 +137,9 @@ def test_kernel_on_disk_is_compiled_by_no_other_process() -> None:
 
 
 @pytest.mark.slow
-def test_kernel_is_compiled_by_its_first_call_if_the_other_process_fails() -> None:
+def test_kernel_is_compiled_by_its_first_call_if_the_other_process_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "CACHE", tmp_path)  # where no earlier run has stored the kernel
+
     @for_battles
     def count_down(first: int, last: int, s: Battles) -> None:
         for b in range(first, last):
