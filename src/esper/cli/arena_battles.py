@@ -45,7 +45,7 @@ def find_player(text: str, *, device: torch.device) -> MatchPlayer:
     That is a bot, a player that comes with esper, RUN (its best player), RUN:latest, RUN:member of its league, a member's file, or a file
     of `esper arena export`.
     """
-    from esper.league.trained import shipped_players
+    from esper.league.trained import SUFFIX, shipped_players
 
     if text in ANCHORS:
         return MatchPlayer(text, text)
@@ -56,8 +56,8 @@ def find_player(text: str, *, device: torch.device) -> MatchPlayer:
     if path.is_dir():
         return player_of_run(path, "best", device=device, name=text)
     if path.is_file():
-        if path.suffix != ".safetensors":
-            raise CommandError(f"{text} is a file; give the folder of a run, or a player file (*.safetensors)")
+        if path.suffix != SUFFIX:
+            raise CommandError(f"{text} is a file; give the folder of a run, or a player file (*{SUFFIX})")
         return _player_of_file(path, device=device, name=text)
     folder, colon, member = text.rpartition(":")
     if colon and Path(folder).is_dir():

@@ -13,12 +13,12 @@ from esper.cli.command import FAILED, CommandError, CommandResult
 from esper.cli.parse import parse
 from esper.config import Config
 from esper.files import printable, reason_of
+from esper.league.trained import SUFFIX
 
 if TYPE_CHECKING:
     from esper.league.config import ArenaTrainConfig
     from esper.runs import Checkpoint
 
-SUFFIX = ".safetensors"
 DESCRIPTION = """Writes the player of a run to one file that plays on any machine, without the run.
 
   esper arena export runs/first player.safetensors

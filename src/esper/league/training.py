@@ -124,9 +124,9 @@ class BotEvaluator:
         """Write a replay, and remove older ones: the newest of checkpoints stay, and one of the best player at the end of the run."""
         assert self.folder is not None
         recorder.write(self.folder / REPLAYS / f"{name}{SUFFIX}")
+        replays = find_replays(self.folder, follow_links=False)
         for start, count in ((f"{RECORDED}step-", self.config.eval_replays), (f"{RECORDED}best-", 1)):
-            recorded = [path for path in find_replays(self.folder, follow_links=False) if path.name.startswith(start)]
-            for path in recorded[count:]:
+            for path in [path for path in replays if path.name.startswith(start)][count:]:
                 remove(path)
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ Arguments = ParamSpec("Arguments")
 # describe arrays; no reference counts, because nothing is allocated; no entry points for Python and C, which would take longer to compile
 # than the functions.
 _FLAGS = {"error_model": "numpy", "forceinline": True, "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-COMPILE_S = 35  # on two cores of 2.5 GHz
+COMPILE_S = 40  # on two cores of 2.5 GHz
 RANGES_PER_THREAD = 4  # so that a thread that was interrupted does not let the others wait for long
 
 

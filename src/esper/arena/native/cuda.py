@@ -163,7 +163,7 @@ class CudaKernels:
             launch(phase_kernel(phase), battles if phase.is_of_battle else battles * self.units, *arguments, task, battles)
 
     def act(self, arguments: Arguments, actions: Any, bots: Any, salt: int) -> None:
-        """Write the actions of bots, [2, B] indices by team and battle."""
+        """Write the actions of bots. `bots` [2, B] are their indices by team and battle."""
         self._launch_bots(arguments, actions, bots, salt, battles=self.battles)
 
     def _launch_bots(self, arguments: Arguments, actions: Any, bots: Any, salt: int, *, battles: int) -> None:
