@@ -11,11 +11,13 @@ cache is a folder whose name contains a hash of all the sources, so changed sour
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -66,6 +68,22 @@ def cached_in(folder: Path, config: Any) -> Iterator[None]:
         yield
     finally:
         config.CACHE_DIR = before
+
+
+@contextlib.contextmanager
+def one_process_at_a_time(lock: Path, *, message: str) -> Iterator[None]:
+    """Hold the lock on a file inside the context. If another process holds it, print a message and wait.
+
+    The system releases the lock when the process ends, also by a crash.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with open(lock, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(message, file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def cache_folder(sources: tuple[Path, ...], *, versions: str = "") -> Path:

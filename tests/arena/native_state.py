@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from esper.arena.native import layout as at
-from esper.arena.native.battle import LOOK, begin_status, begin_unit, decide_battle, mend_columns, view_battle
-from esper.arena.native.bots import act_scripted
-from esper.arena.native.compiling import for_battles, scalar
-from esper.arena.native.layout import Actions, Battles, Floats, Ints, Maps, RuleBook, Tables, Views
+from esper.arena.native.battle import DECIDE_ONLY, LOOK, begin_status, begin_unit, mend_columns, step_battles
+from esper.arena.native.compiling import for_battles
+from esper.arena.native.layout import Actions, Battles, Ints, Maps, RuleBook, Tables, Views
 from esper.arena.specs import PHYSICS
 
 TOLERANCES = {"position": 1e-5}  # of parts of the state; 1e-3 for all others
@@ -30,47 +29,24 @@ COUNT_NAMES = {
 STATUS_NAMES = {at.HOLDER: "holder", at.DECISION: "decision", at.EPISODE: "episode", at.MAP: "map", at.OVERFLOW: "overflow"}
 
 
-@scalar
-def step_battle_given(
-    s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, actions: Actions, views: Views, which: Ints, team_size: Ints, b: int
-) -> None:  # fmt: skip
-    rules = rule_book[0]
-    decide_battle(s, maps, tables, rules, actions, views, b)
-    if s.status[at.HAS_ENDED, b] != 0:
-        s.status[at.EPISODE, b] += 1
-        begin_status(s, b, which[b])
-        for u in range(s.unit.shape[2]):
-            begin_unit(s, tables, rules, b, u, team_size[b])
-            mend_columns(s, b, u)
-    view_battle(s, maps, tables, rules, actions, views, LOOK, b, 0)
-
-
 @for_battles
+def begin_given(first: int, last: int, s: Battles, tables: Tables, rule_book: RuleBook, which: Ints, team_size: Ints) -> None:
+    for b in range(first, last):
+        if s.status[at.HAS_ENDED, b] != 0:
+            s.status[at.EPISODE, b] += 1
+            begin_status(s, b, which[b])
+            for u in range(s.unit.shape[2]):
+                begin_unit(s, tables, rule_book[0], b, u, team_size[b])
+                mend_columns(s, b, u)
+
+
 def step_given(
-    first: int, last: int, s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, actions: Actions, views: Views, which: Ints,
-    team_size: Ints,
+    s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, actions: Actions, views: Views, which: Ints, team_size: Ints
 ) -> None:  # fmt: skip
     """Run a decision. Ended battles begin anew on the maps `which` [B] with teams of `team_size` [B] units."""
-    for b in range(first, last):
-        step_battle_given(s, maps, tables, rule_book, actions, views, which, team_size, b)
-
-
-@scalar
-def act_battle_given(
-    s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, actions: Actions, bot: int, coins: Floats, b: int
-) -> None:  # fmt: skip
-    rules = rule_book[0]
-    for u in range(s.unit.shape[2]):
-        act_scripted(s, maps, tables, rules, actions, bot, coins[b, u], b, u)
-
-
-@for_battles
-def act_with_coins(
-    first: int, last: int, s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, actions: Actions, bot: int, coins: Floats
-) -> None:  # fmt: skip
-    """Write the actions of one scripted bot for all units, with given coins [B, U]."""
-    for b in range(first, last):
-        act_battle_given(s, maps, tables, rule_book, actions, bot, coins, b)
+    step_battles(s, maps, tables, rule_book, actions, views, DECIDE_ONLY)
+    begin_given(s, tables, rule_book, which, team_size)
+    step_battles(s, maps, tables, rule_book, actions, views, LOOK)
 
 
 def load_state(battles: Battles, maps: Maps, state: Arrays) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ import torch
 import esper.arena
 from esper.arena.config import ArenaConfig
 from esper.arena.native import compiling
+from esper.arena.native.battle import step_battles
 from esper.arena.native.bots import act_bots
 from esper.arena.native.compiling import CACHE, BattleLoop, arena_cache, for_battles
 from esper.arena.native.layout import Battles, make_battles, make_maps
@@ -44,7 +49,7 @@ def test_interpreted_rules_agree_with_golden_decisions(case: str, decisions: int
     assert result["above"] == {}
 
 
-@pytest.mark.extra
+@pytest.mark.slow
 def test_compiled_rules_agree_with_all_golden_decisions() -> None:
     results = replay(is_compiled=True)
     assert len(results) == len(list((HERE / "data").glob("*.npz")))
@@ -53,34 +58,31 @@ def test_compiled_rules_agree_with_all_golden_decisions() -> None:
         assert result["ties"] <= SHARE * result["living"]
 
 
-FIND_DOUBLES = """
-import numba
-from esper.arena.config import ArenaConfig
-from esper.arena.native.battle import decide_battle
-from esper.arena.native.simulation import Simulation
-from esper.arena.start import make_grids
-from esper.devices import threads
-import torch
-
-@numba.njit(error_model="numpy")
-def decide(s, maps, tables, rule_book, actions, views):
-    decide_battle(s, maps, tables, rule_book[0], actions, views, 0)
-
-config = ArenaConfig(battles=1, maps=1, size=16, team_size=1)
-values = Simulation(config, make_grids(config, seed=0), battles=1, device=torch.device("cpu"))._arguments
-decide.compile(tuple(numba.typeof(value) for value in values))
-(text,) = decide.inspect_llvm().values()
-print(text.count("float"), text.count("double"))
-"""
+def floats_and_doubles(loop: BattleLoop[...]) -> tuple[int, int]:
+    """Return how often a kernel names each type, after LLVM has optimised it. Code that was loaded from the disk has this text too."""
+    (compiled,) = loop.kernel.overloads.values()
+    text = str(compiled.library._get_module_for_linking())
+    return len(re.findall(r"\bfloat\b", text)), len(re.findall(r"\bdouble\b", text))
 
 
-@pytest.mark.extra
-def test_compiled_decision_has_no_double() -> None:
-    environment = {**os.environ, "NUMBA_DISABLE_JIT": "0"}
-    done = subprocess.run([sys.executable, "-c", FIND_DOUBLES], env=environment, capture_output=True, text=True, check=True)
-    floats, doubles = map(int, done.stdout.split())
-    assert floats > 0
-    assert doubles == 0
+@for_battles
+def shrink(first: int, last: int, s: Battles) -> None:
+    for b in range(first, last):
+        s.unit[0, b, 0] *= 0.1
+
+
+@pytest.mark.slow
+def test_compiled_rules_and_bots_have_no_double() -> None:
+    config = ArenaConfig(battles=1, maps=1, size=16, team_size=1)
+    simulation = Simulation(config, make_grids(config, seed=0), battles=1, device=torch.device("cpu"))
+    simulation.begin(seed=0)
+    simulation.act(torch.zeros(2, 1, dtype=torch.int32))
+    for loop in (step_battles, act_bots):
+        floats, doubles = floats_and_doubles(loop)
+        assert floats > 100
+        assert doubles == 0
+    shrink(make_battles(config, 1))
+    assert floats_and_doubles(shrink)[1] > 0, "a literal in a product with float32 makes a double"
 
 
 @for_battles
@@ -154,6 +156,32 @@ def test_kernel_is_compiled_by_its_first_call_if_the_other_process_fails(tmp_pat
     count_down(state)
     assert count_down._compiler.returncode == 1
     assert state.status[0].tolist() == [-1, -1]
+
+
+@pytest.mark.slow
+def test_kernel_that_another_process_compiles_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compiling, "CACHE", tmp_path)
+
+    @for_battles
+    def count_up(first: int, last: int, s: Battles) -> None:
+        for b in range(first, last):
+            s.status[0, b] += 1
+
+    state = make_battles(ArenaConfig(size=16, team_size=1), 1)
+    waiting, said = threading.Thread(target=count_up, args=(state,)), ""
+    with (tmp_path / "count_up.lock").open("w") as lock:  # as another process would hold it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting.start()
+        while "waiting for another process" not in said and waiting.is_alive():
+            time.sleep(0.01)
+            said += capfd.readouterr().err
+        assert waiting.is_alive()
+        assert not count_up.is_on_disk
+    waiting.join(timeout=60)
+    assert state.status[0, 0] == 1
+    assert count_up.is_on_disk
 
 
 @pytest.mark.slow

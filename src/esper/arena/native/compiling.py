@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     raise ImportError(f"the arena is compiled by Numba, which cannot be imported ({error}): pip install 'esper-grow[league]'") from error
 
-from esper.jit import cache_folder, cached_in
+from esper.jit import cache_folder, cached_in, one_process_at_a_time
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Arguments = ParamSpec("Arguments")
@@ -131,6 +131,11 @@ class BattleLoop(Generic[Arguments]):
         self._is_compiled = False
         self._compiler: subprocess.Popen[bytes] | None = None
 
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether this or another process has stored the compiled kernel."""
+        return any(Path(self.kernel.stats.cache_path).glob(f"*.{self.kernel.__name__}-*.nbi"))
+
     def compile_beside(self, compile_it: Callable[[], None]) -> None:
         """Let another process compile the kernel by a function, unless the kernel is on disk. The first call waits for that process.
 
@@ -138,25 +143,37 @@ class BattleLoop(Generic[Arguments]):
         """
         if self._is_compiled or self._compiler or numba.config.DISABLE_JIT or not sys.executable or os.cpu_count() == 1:
             return
-        if any(Path(self.kernel.stats.cache_path).glob(f"*.{self.kernel.__name__}-*.nbi")):
+        if self.is_on_disk:
             return
         code = f"from {compile_it.__module__} import {compile_it.__name__} as compile_it; compile_it()"
         command = [sys.executable, "-P", "-c", code]
         self._compiler = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def compile(self, *arguments: Arguments.args, **keywords: Arguments.kwargs) -> None:
-        """Compile the kernel by a call for no battle. Its loops are not vectorised: they are short, and vectors made them slower."""
+        """Compile the kernel by a call for no battle, or load it from the disk.
+
+        Of processes that need it at the same time one compiles it, and the others wait. Its loops are not vectorised: they are short, and
+        vectors made them slower.
+        """
         assert not keywords
         if self._is_compiled:
             return
         if self._compiler is not None:
             self._compiler.wait()
+        if numba.config.DISABLE_JIT or self.is_on_disk:
+            self._call_for_no_battle(arguments)
+        else:
+            message = "waiting for another process, which compiles the arena"
+            with one_process_at_a_time(CACHE / f"{self.kernel.__name__}.lock", message=message):
+                self._call_for_no_battle(arguments)
+        self._is_compiled = True
+
+    def _call_for_no_battle(self, arguments: tuple[Any, ...]) -> None:
         before, numba.config.LOOP_VECTORIZE = numba.config.LOOP_VECTORIZE, 0
         try:
             self.kernel(0, 0, *arguments)
         finally:
             numba.config.LOOP_VECTORIZE = before
-        self._is_compiled = True
 
     def __call__(self, *arguments: Arguments.args, **keywords: Arguments.kwargs) -> None:
         state: Any = arguments[0]
