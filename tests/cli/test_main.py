@@ -36,6 +36,17 @@ def test_help_at_every_level_imports_neither_torch_nor_numpy() -> None:
     assert float(finished.stdout.splitlines()[-1]) < 5, "together they take well under a second of CPU time"
 
 
+def test_help_texts_are_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "72")
+    assert main(["arena", "train", "--help"]) == 0
+    printed = capsys.readouterr().out
+    text, options = printed.split("options  ", maxsplit=1)
+    paragraphs = [line for line in text.splitlines() if not line.startswith("  ")]
+    assert max(map(len, paragraphs)) > 60
+    assert max(map(len, (*paragraphs, *options.splitlines()))) <= 72
+    assert "\n\n\n" not in text
+
+
 def test_the_installed_program_knows_its_version() -> None:
     program = Path(sys.executable).with_name("esper")
     finished = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)

@@ -35,7 +35,7 @@ _REMEDIES = {
 }
 
 GLOBAL_HELP = """On every command:
-  --json      the last line of the output is a JSON object with the result, or {"error": ...}
+  --json      the last line is a JSON object: the result, or {"error": ...}
   --debug     show the traceback of an error"""
 
 

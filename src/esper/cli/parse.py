@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -23,6 +25,8 @@ from esper.runs.folder import CONFIG, Kind
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
+WIDEST_TEXT = 100  # columns; options take the width of the terminal
+
 # A ConfigError as tyro prints it: the config that could not be built (our class, or the dotted name of a nested one), the field, the rule.
 _RULE = re.compile(r"Error parsing ([\w.-]+): ([\w.]+)[\w.\[\]]*?: (expected .*?) For full helptext")
 
@@ -33,13 +37,14 @@ _TITLE = re.compile(r"\A(╭─.*|.*\n *-{3,} *)\n")
 def parse(arguments_type: type[ConfigT], argv: list[str], prog: str, *, default: ConfigT | None = None, description: str) -> ConfigT:
     """Return the typed arguments. Raise CommandError after tyro has printed what is wrong; `--help` prints and raises SystemExit."""
     given = [_full_name(word, short_names(arguments_type)) for word in argv]
-    errors = io.StringIO()
+    errors, help_text = io.StringIO(), _Captured()
     try:
-        with contextlib.redirect_stderr(errors):
-            text = f"{description}\n\n{GLOBAL_HELP}"
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(help_text):
+            text = _joined(f"{description}\n\n{GLOBAL_HELP}")
             return tyro.cli(arguments_type, prog=prog, args=given, description=text, default=tyro.MISSING if default is None else default)
     except SystemExit as stop:
         if stop.code == OK or stop.code is None:
+            sys.stdout.write(_wrapped(help_text.getvalue(), min(shutil.get_terminal_size().columns, WIDEST_TEXT)))
             raise
         message = _without_frame(errors.getvalue())
         broken_rule = _RULE.search(message)
@@ -47,6 +52,49 @@ def parse(arguments_type: type[ConfigT], argv: list[str], prog: str, *, default:
             raise CommandError(f"{_flag(arguments_type, *broken_rule.group(1, 2))}: {broken_rule[3]}; see: {prog} --help") from None
         sys.stderr.write(errors.getvalue())
         raise CommandError(message, is_printed=True) from None
+
+
+class _Captured(io.StringIO):
+    """Text for the present output. tyro asks it whether it may use colours and lines of boxes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._output = sys.stdout
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._output.encoding
+
+    def isatty(self) -> bool:
+        return self._output.isatty()
+
+
+def _joined(text: str) -> str:
+    """Return a text with each paragraph in one line. tyro joins only lines that begin with a letter.
+
+    >>> _joined("Use\\n--option.\\n\\n  example\\n  another one")
+    'Use --option.\\n\\n  example\\n  another one'
+    """
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if lines and line[:1].strip() and lines[-1][:1].strip():
+            lines[-1] += f" {line}"
+        else:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def _wrapped(text: str, width: int) -> str:
+    """Return a help text with its long paragraphs wrapped and with single blank lines. Examples and options stay as they are.
+
+    >>> print(_wrapped("One paragraph.\\n  example --of a --command", 8))
+    One
+    paragraph.
+      example --of a --command
+    """
+    wrap = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    lines = text.replace("\n\n\n", "\n\n").split("\n")
+    return "\n".join(wrap.fill(line) if len(line) > width and line[0] not in " \x1b" else line for line in lines)
 
 
 def settings_of(arguments: Config, config_type: type[ConfigT]) -> ConfigT:
