@@ -100,14 +100,22 @@ def scores(policy: Policy, config: ArenaTrainConfig, options: argparse.Namespace
 Scores = dict[tuple[str, int], dict[str, float]]  # against each opponent, by change and seed
 
 
-def read_scores(paths: list[Path]) -> Scores:
-    records = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-    return {(record["change"], record["seed"]): record["scores"] for record in records if "change" in record}
+def read_scores(paths: list[Path]) -> dict[str, Scores]:
+    """Return the scores by scenario; "" stands for trainings without one."""
+    found: dict[str, Scores] = {}
+    for record in (json.loads(line) for path in paths for line in path.read_text().splitlines()):
+        if "change" in record:
+            found.setdefault(record["scenario"] or "", {})[record["change"], record["seed"]] = record["scores"]
+    return found
+
+
+def opponents_in(found: Scores) -> list[str]:
+    return list(dict.fromkeys(bot for scored in found.values() for bot in scored))
 
 
 def print_table(found: Scores) -> None:
     """Print the score of each seed, the mean, and the difference of the mean to all parts, paired over seeds, with a 95 % interval."""
-    bots = list(dict.fromkeys(bot for scored in found.values() for bot in scored))
+    bots = opponents_in(found)
     print("| | " + " | ".join(f"{bot}: seeds | mean | difference" for bot in bots) + " |")
     print("|---" * (1 + 3 * len(bots)) + "|")
     for change in CHANGES:
@@ -127,26 +135,30 @@ def print_table(found: Scores) -> None:
         print(f"| {change} | " + " | ".join(cells) + " |")
 
 
-def draw(found: Scores, path: Path) -> None:
-    """Draw the score of every training as a point, and the mean of each change as a line."""
+def draw(scenarios: dict[str, Scores], path: Path) -> None:
+    """Draw the score of every training as a point, and the mean of each change as a line. Each scenario has a row of panels."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    bots = list(dict.fromkeys(bot for scored in found.values() for bot in scored))
-    changes = [change for change in CHANGES if any(name == change for name, _ in found)]
-    figure, panels = plt.subplots(
-        1, len(bots), sharey=True, squeeze=False, figsize=(2.2 + 2.6 * len(bots), 0.9 + 0.3 * len(changes)), layout="constrained"
-    )
-    for axes, bot in zip(panels[0], bots, strict=True):
-        for row, change in enumerate(changes):
-            points = [100 * scored[bot] for (name, _), scored in found.items() if name == change]
-            color = "tab:blue" if change == ALL else "tab:orange"
-            axes.plot(points, [row] * len(points), "o", color=color, alpha=0.6, markersize=5)
-            axes.plot([statistics.mean(points)] * 2, [row - 0.35, row + 0.35], color=color, linewidth=2)
-        axes.set(title=f"against {bot}", xlabel="score, % (draws half)", xlim=(-3, 103), yticks=range(len(changes)), yticklabels=changes)
-        axes.grid(axis="x", alpha=0.3)
+    changes = [change for change in CHANGES if any(change == name for found in scenarios.values() for name, _ in found)]
+    bots = list(dict.fromkeys(bot for found in scenarios.values() for bot in opponents_in(found)))
+    size = 2.2 + 2.6 * len(bots), (0.9 + 0.3 * len(changes)) * len(scenarios)
+    figure, panels = plt.subplots(len(scenarios), len(bots), sharey=True, squeeze=False, figsize=size, layout="constrained")
+    for (scenario, found), row_of_panels in zip(scenarios.items(), panels, strict=True):
+        for axes, bot in zip(row_of_panels, bots, strict=True):
+            for row, change in enumerate(changes):
+                points = [100 * scored[bot] for (name, _), scored in found.items() if name == change and bot in scored]
+                if points:
+                    color = "tab:blue" if change == ALL else "tab:orange"
+                    axes.plot(points, [row] * len(points), "o", color=color, alpha=0.6, markersize=5)
+                    axes.plot([statistics.mean(points)] * 2, [row - 0.35, row + 0.35], color=color, linewidth=2)
+            title = f"{scenario}: against {bot}" if scenario else f"against {bot}"
+            axes.set(title=title, xlim=(-3, 103), yticks=range(len(changes)), yticklabels=changes)
+            axes.grid(axis="x", alpha=0.3)
+    for axes in panels[-1]:
+        axes.set_xlabel("score, % (draws half)")
     panels[0][0].invert_yaxis()
     figure.savefig(path, dpi=110)
 
@@ -175,10 +187,13 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, default=None, help="with --table, draw a picture of all trainings into this file")
     options = parser.parse_args()
     if options.table is not None:
-        found = read_scores(options.table)
-        print_table(found)
+        scenarios = read_scores(options.table)
+        for scenario, found in scenarios.items():
+            if scenario:
+                print(f"\n{scenario}\n")
+            print_table(found)
         if options.plot is not None:
-            draw(found, options.plot)
+            draw(scenarios, options.plot)
         return
     output = Output(options.output, resume=True)
     done = {(record["seed"], record["change"]) for record in output.earlier if "change" in record}
