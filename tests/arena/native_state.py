@@ -31,6 +31,7 @@ STATUS_NAMES = {at.HOLDER: "holder", at.DECISION: "decision", at.EPISODE: "episo
 
 @for_battles
 def begin_given(first: int, last: int, s: Battles, tables: Tables, rule_book: RuleBook, which: Ints, team_size: Ints) -> None:
+    """Begin the next battle where one has ended."""
     for b in range(first, last):
         if s.status[at.HAS_ENDED, b] != 0:
             s.status[at.EPISODE, b] += 1
@@ -43,7 +44,7 @@ def begin_given(first: int, last: int, s: Battles, tables: Tables, rule_book: Ru
 def step_given(
     s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, actions: Actions, views: Views, which: Ints, team_size: Ints
 ) -> None:  # fmt: skip
-    """Run a decision. Ended battles begin anew on the maps `which` [B] with teams of `team_size` [B] units."""
+    """Run a decision. Where a battle ends, the next one begins on the map `which` [B] with teams of `team_size` [B] units."""
     step_battles(s, maps, tables, rule_book, actions, views, DECIDE_ONLY)
     begin_given(s, tables, rule_book, which, team_size)
     step_battles(s, maps, tables, rule_book, actions, views, LOOK)

@@ -47,6 +47,16 @@ def test_help_texts_are_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch,
     assert "\n\n\n" not in text
 
 
+def test_completions_for_shells_are_not_wrapped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    scripts = []
+    for columns in ("40", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(["arena", "match", "--tyro-print-completion", "bash"]) == 0
+        scripts.append(capsys.readouterr().out)
+    assert scripts[0] == scripts[1]
+    assert max(map(len, scripts[0].splitlines())) > 100
+
+
 def test_the_installed_program_knows_its_version() -> None:
     program = Path(sys.executable).with_name("esper")
     finished = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)

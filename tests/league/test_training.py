@@ -335,7 +335,7 @@ def test_memory_does_not_grow_over_many_updates() -> None:
             if update.update % 10 == 0:
                 gc.collect()
                 sizes.append(resident_bytes())
-    # A state that were kept would be a megabyte a rollout. Other work of this process may add to one of the readings.
+    # If states were kept by mistake, each rollout would add a megabyte. Other work of this process may raise one of the readings.
     assert min(sizes[2:]) - sizes[0] < 8 * 2**20, sizes
 
 

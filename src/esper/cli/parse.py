@@ -37,9 +37,10 @@ _TITLE = re.compile(r"\A(╭─.*|.*\n *-{3,} *)\n")
 def parse(arguments_type: type[ConfigT], argv: list[str], prog: str, *, default: ConfigT | None = None, description: str) -> ConfigT:
     """Return the typed arguments. Raise CommandError after tyro has printed what is wrong; `--help` prints and raises SystemExit."""
     given = [_full_name(word, short_names(arguments_type)) for word in argv]
-    errors, help_text = io.StringIO(), _Captured()
+    errors, help_text = io.StringIO(), _HelpText()
+    is_help = not {"-h", "--help"}.isdisjoint(argv)  # tyro also prints completions for shells, which must not be wrapped
     try:
-        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(help_text):
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(help_text if is_help else sys.stdout):
             text = _joined(f"{description}\n\n{GLOBAL_HELP}")
             return tyro.cli(arguments_type, prog=prog, args=given, description=text, default=tyro.MISSING if default is None else default)
     except SystemExit as stop:
@@ -54,8 +55,8 @@ def parse(arguments_type: type[ConfigT], argv: list[str], prog: str, *, default:
         raise CommandError(message, is_printed=True) from None
 
 
-class _Captured(io.StringIO):
-    """Text for the present output. tyro asks it whether it may use colours and lines of boxes."""
+class _HelpText(io.StringIO):
+    """Collects the help text that tyro prints. It answers for the real output whether colours and lines of boxes can be shown."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -150,10 +150,10 @@ class BattleLoop(Generic[Arguments]):
         self._compiler = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def compile(self, *arguments: Arguments.args, **keywords: Arguments.kwargs) -> None:
-        """Compile the kernel by a call for no battle, or load it from the disk.
+        """Compile the kernel, or load it from the disk, by calling it for no battle.
 
-        Of processes that need it at the same time one compiles it, and the others wait. Its loops are not vectorised: they are short, and
-        vectors made them slower.
+        If several processes need it at the same time, one compiles it and the others wait. Its loops are not vectorised: they are short,
+        and vectors made them slower.
         """
         assert not keywords
         if self._is_compiled:
