@@ -115,6 +115,19 @@ def test_replay_verifies_on_the_device_that_recorded_it(device: str, tmp_path: P
     assert found.ok, found
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_bot_that_became_another_acts_as_a_new_one(device: str) -> None:
+    arena = stepped(device)
+    bot = Bot("weak", arena, seed=1)
+    for name, seed in (("random", 2), ("expert", 3), ("random", 2**62)):
+        for _ in range(3):  # the second call records a graph on a CUDA device
+            bot.act()
+        bot.become(name, seed=seed)
+        actions, expected = bot.act(), Bot(name, arena, seed=seed).act()
+        assert all(torch.equal(actions[head], expected[head]) for head in expected)
+        arena.step(actions)
+
+
 @needs_cuda
 def test_replayed_steps_are_those_of_single_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     graphed = Arena(CONFIG, device="cuda")

@@ -18,6 +18,8 @@ from esper.replay_file import read_replay
 from esper.rl.policy import Policy
 from tests.league.arenas import small_arena, small_policy, small_training
 
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
 
 def match_arena(**settings: object) -> MatchArena:
     return MatchArena(small_arena(**{"battles": 4, "seconds": 8.0, **settings}), seed=1, device="cpu")
@@ -93,6 +95,17 @@ def test_other_maps_make_another_match_on_the_same_ground() -> None:
     place.use_maps(7)
     assert not torch.equal(place.arena.grids.height, first)
     assert place.play("weak", "random") == MatchArena(place.config, seed=7, device="cpu").play("weak", "random")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+def test_matches_of_one_arena_are_those_of_new_ones_and_share_the_memory_of_their_bots(device: str) -> None:
+    config, kept = small_arena(battles=4), MatchArena(small_arena(battles=4), seed=0, device=device, rivals=2)
+    rivals = ["weak", "strong"], ["random", "weak"], ["expert", "strong"], ["weak", "strong"]
+    for seed, bots in enumerate(rivals):
+        kept.use_maps(seed)
+        assert kept.play_all("middle", bots) == MatchArena(config, seed=seed, device=device, rivals=2).play_all("middle", bots)
+    assert len(kept._bots) == 3
+    assert len(kept.arena.simulation._acts) == (3 if device == "cuda" else 0)
 
 
 def test_battles_that_cannot_be_paired_are_refused() -> None:

@@ -107,11 +107,17 @@ class Bot:
     """A scripted player of one arena. `act` returns actions for all units of all battles; callers take the rows they need."""
 
     def __init__(self, name: str, arena: Arena, *, seed: int = 0) -> None:
+        self.arena = arena
+        self._actions = {head: torch.zeros_like(value) for head, value in arena.simulation.actions.items()}
+        self._bots = torch.empty(2, arena.config.battles, dtype=torch.int32, device=arena.device)
+        self.become(name, seed=seed)
+
+    def become(self, name: str, *, seed: int) -> None:
+        """Play as another bot from now on. It keeps its memory and CUDA graph, of which an arena should not need more and more."""
         if name not in BOTS:
             raise ValueError(f"no bot is named {name!r}; there are {', '.join(BOTS)}")
-        self.name, self.arena, self.seed = name, arena, seed
-        self._actions = {head: torch.zeros_like(value) for head, value in arena.simulation.actions.items()}
-        self._bots = torch.full((2, arena.config.battles), BOTS.index(name), dtype=torch.int32, device=arena.device)
+        self.name, self.seed = name, seed
+        self._bots.fill_(BOTS.index(name))
 
     def act(self) -> Actions:
         """Return actions of all units in the present state of the arena. The next call overwrites them."""

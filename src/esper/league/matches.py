@@ -64,6 +64,7 @@ class MatchArena:
         self.config, self.seed, self.rivals = config, seed, rivals
         paired = msgspec.structs.replace(config, battles=rivals * config.battles, maps=config.battles // 2, battles_per_map=2 * rivals)
         self.arena = Arena(paired, seed=seed, device=device)
+        self._bots: dict[int, Bot] = {}  # by number of the player, kept for the next match
 
     def use_maps(self, seed: int) -> None:
         """Use the maps of another seed from now on."""
@@ -128,7 +129,10 @@ class MatchArena:
     def _make_player(self, contender: Contender, rows: Tensor, number: int, *, sample: bool) -> Player:
         streams = Streams(self.seed).spawn(f"match player {number}")
         if isinstance(contender, str):
-            return BotPlayer(Bot(contender, self.arena, seed=streams.integer("bot")), rows)
+            if number not in self._bots:
+                self._bots[number] = Bot(contender, self.arena)
+            self._bots[number].become(contender, seed=streams.integer("bot"))
+            return BotPlayer(self._bots[number], rows)
         generator = streams.torch("actions", contender.device) if sample else None
         return PolicyPlayer(contender, rows, units=self.config.units, generator=generator)
 

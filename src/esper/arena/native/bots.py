@@ -20,7 +20,7 @@ from esper.arena.native.battle import (
     draw,
 )  # fmt: skip
 from esper.arena.native.compiling import const, f32, floor, for_battles, scalar
-from esper.arena.native.layout import Actions, Battles, Bytes, Ints, Maps, RuleBook, Rules, Tables, Views
+from esper.arena.native.layout import Actions, Battles, Bytes, Ints, Longs, Maps, RuleBook, Rules, Tables, Views
 from esper.arena.native.ticks import can_act, column_at, floor_at, is_alive, material_at, score_of
 from esper.arena.native.views import FAR, next_nearest, reaches
 from esper.arena.observe import CELL_M
@@ -515,10 +515,10 @@ def act_random(s: Battles, views: Views, actions: Actions, salt: int, b: int, u:
 
 @scalar
 def act_unit(
-    s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, views: Views, actions: Actions, bots: Ints, salt: int, b: int, u: int
+    s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, views: Views, actions: Actions, bots: Ints, salts: Longs, b: int, u: int
 ) -> None:  # fmt: skip
     """Write the actions of the bot of a unit."""
-    rules = rule_book[0]
+    rules, salt = rule_book[0], salts[0]
     bot = bots[0 if u < rules.team else 1, b]
     if bot == at.RANDOM_BOT:
         act_random(s, views, actions, salt, b, u)
@@ -536,9 +536,12 @@ def act_unit(
 @for_battles
 def act_bots(
     first: int, last: int, s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, views: Views, actions: Actions, bots: Ints,
-    salt: int,
+    salts: Longs,
 ) -> None:  # fmt: skip
-    """Write the actions of bots. `bots` [2, B] are their indices by team and battle; -1 leaves the actions of a team as they are."""
+    """Write the actions of bots. `bots` [2, B] are their indices by team and battle; -1 leaves the actions of a team as they are.
+
+    `salts` [1] is added to the seeds of their random numbers.
+    """
     for b in range(first, last):
         for u in range(s.unit.shape[2]):
-            act_unit(s, maps, tables, rule_book, views, actions, bots, salt, b, u)
+            act_unit(s, maps, tables, rule_book, views, actions, bots, salts, b, u)

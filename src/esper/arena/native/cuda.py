@@ -43,14 +43,16 @@ from esper.arena.native.battle import (
 )
 from esper.arena.native.bots import act_unit
 from esper.arena.native.compiling import CACHE
-from esper.arena.native.layout import Actions, Battles, Ints, Maps, RuleBook, Tables, Views
+from esper.arena.native.layout import Actions, Battles, Ints, Longs, Maps, RuleBook, Tables, Views
 from esper.arena.specs import PHYSICS
 from esper.jit import cached_in
 
 if not hasattr(np, "row_stack"):  # NumPy 2.5 has removed it, and numba-cuda 0.30 imports it
     np.row_stack = np.vstack  # noqa: NPY201
 
-from numba import cuda
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # NumPy 2.5 warns of what numba-cuda 0.30 does when it is imported
+    from numba import cuda
 
 IS_SIMULATED = bool(numba.config.ENABLE_CUDASIM)
 THREADS = 128  # of a block
@@ -85,12 +87,12 @@ def run_phase(
 
 
 def run_bots(
-    s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, views: Views, actions: Actions, bots: Ints, salt: int, battles: int
+    s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, views: Views, actions: Actions, bots: Ints, salts: Longs, battles: int
 ) -> None:  # fmt: skip
     """Write the actions of bots, with one thread for each unit."""
     index, units = cuda.grid(1), s.unit.shape[2]
     if index < battles * units:
-        act_unit(s, maps, tables, rule_book, views, actions, bots, salt, index // units, index % units)
+        act_unit(s, maps, tables, rule_book, views, actions, bots, salts, index // units, index % units)
 
 
 @cache
@@ -147,11 +149,11 @@ class CudaKernels:
         require_cuda()
         self.battles, self.units = battles, units
 
-    def compile(self, arguments: Arguments, bots: Any) -> None:
+    def compile(self, arguments: Arguments, bots: Any, salts: Any) -> None:
         """Compile and load the kernels by launching them for no battle, because neither can be done while a graph is recorded."""
         with announced():
             self._launch_phases(arguments, DECIDE, battles=0)
-            self._launch_bots(arguments, arguments[4], bots, 0, battles=0)
+            self._launch_bots(arguments, arguments[4], bots, salts, battles=0)
 
     def run(self, arguments: Arguments, task: int) -> None:
         """Do a task of `esper.arena.native.battle` with all battles."""
@@ -162,20 +164,21 @@ class CudaKernels:
         for phase in (*phases, *BEGIN_PHASES, *VIEW_PHASES):
             launch(phase_kernel(phase), battles if phase.is_of_battle else battles * self.units, *arguments, task, battles)
 
-    def act(self, arguments: Arguments, actions: Any, bots: Any, salt: int) -> None:
-        """Write the actions of bots. `bots` [2, B] are their indices by team and battle."""
-        self._launch_bots(arguments, actions, bots, salt, battles=self.battles)
+    def act(self, arguments: Arguments, actions: Any, bots: Any, salts: Any) -> None:
+        """Write the actions of bots. `bots` [2, B] are their indices by team and battle, `salts` [1] is added to their seeds."""
+        self._launch_bots(arguments, actions, bots, salts, battles=self.battles)
 
-    def _launch_bots(self, arguments: Arguments, actions: Any, bots: Any, salt: int, *, battles: int) -> None:
+    def _launch_bots(self, arguments: Arguments, actions: Any, bots: Any, salts: Any, *, battles: int) -> None:
         s, maps, tables, rules, _, views = arguments
-        launch(kernel(run_bots), battles * self.units, s, maps, tables, rules, views, actions, bots, salt, battles)
+        launch(kernel(run_bots), battles * self.units, s, maps, tables, rules, views, actions, bots, salts, battles)
 
 
 def launch(kernel: Any, threads: int, *arguments: Any) -> None:
     """Launch a kernel with at least this many threads on the current stream."""
     stream = 0 if IS_SIMULATED else cuda.external_stream(torch.cuda.current_stream().cuda_stream)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Grid size")  # a few battles are allowed, and `CudaKernels` compiles by launching none
+        # Few battles are allowed, and `CudaKernels` compiles by launching none. The message begins with a code for bold type.
+        warnings.filterwarnings("ignore", ".*Grid size")
         kernel[max(-(-threads // THREADS), 1), THREADS, stream](*arguments)
 
 

@@ -54,7 +54,7 @@ BATTLE_DIMENSIONS = {
     "worn": 0, "status": 1, "seed": 0,
 }  # fmt: skip
 LARGEST_NUMBER = 1e6  # of a state; the rules stay far below it, and products of such numbers are finite
-MOST_GRAPHS = 64  # of `Simulation.act`, one for each bot and memory of its actions
+MOST_GRAPHS = 64  # of `Simulation.act`, one for each memory of bots and their actions
 _ROWS = {"number": at.HAS_FIRED, "shell_count": at.SHELL_IMPACT, "status": at.LARGEST_TEAM}
 
 
@@ -74,7 +74,8 @@ class Simulation:
         self.status, self.number, self.unit = (self.state[name] for name in ("status", "number", "unit"))
         self._cuda: Any = None
         self._runs = {task: GraphedCall[None](device) for task in (BEGIN, DECIDE, DECIDE_ONLY, LOOK)}
-        self._acts: dict[tuple[int, ...], tuple[GraphedCall[None], Any, Any]] = {}  # by salt and memory; the arrays of actions and bots
+        self._acts: dict[tuple[int, ...], tuple[GraphedCall[None], Any, Any]] = {}  # by memory; the arrays of actions and bots
+        self._salt = torch.zeros(1, dtype=torch.int64, device=device)
         if device.type == "cuda":
             from esper.arena.native.cuda import CudaKernels, rules_on_device
 
@@ -82,9 +83,10 @@ class Simulation:
             self.rules = rules_on_device(self.rules, device)
         fixed = _arrays(Maps, self.maps._asdict()), _arrays(Tables, self.tables._asdict()), self.rules
         self._arguments: Any = (_arrays(Battles, self.state), *fixed, _arrays(Actions, self.actions), _arrays(Views, self.views))
+        (self._salts,) = _arrays(tuple, {"salt": self._salt})
         if self._cuda is not None:
             bots = torch.zeros(2, battles, dtype=torch.int32, device=device)
-            self._cuda.compile(self._arguments, *_arrays(tuple, {"bots": bots}))
+            self._cuda.compile(self._arguments, *_arrays(tuple, {"bots": bots}), self._salts)
         else:
             act_bots.compile_beside(compile_bots)  # while this process compiles `step_battles`
 
@@ -113,24 +115,26 @@ class Simulation:
     def act(self, bots: Tensor, *, salt: int = 0, into: dict[str, Tensor] | None = None) -> None:
         """Write the actions of bots, by default into `actions`.
 
-        `bots` [2, B] int32 are their indices by team and battle; -1 leaves the actions of a team as they are.
+        `bots` [2, B] int32 are their indices by team and battle; -1 leaves the actions of a team as they are. `salt` is added to the seeds
+        of their random numbers. On a CUDA device, all calls with the same memory replay one graph, also if bots or salt change.
         """
         if bots.dtype != torch.int32 or bots.shape != (2, self.battles) or bots.device != self.device or not bots.is_contiguous():
             found = f"{bots.dtype} {tuple(bots.shape)} on {bots.device}" + ("" if bots.is_contiguous() else ", not contiguous")
             raise ValueError(f"bots should be contiguous {torch.int32} {(2, self.battles)} on {self.device}; got {found}")
         given = self.actions if into is None else {name: into[name] for name in self.actions}
+        self._salt.fill_(salt)
         if self._cuda is not None:
             # The arrays of a graph keep its memory alive, so that no other tensors get the same key.
-            key = (salt, *(tensor.data_ptr() for tensor in (bots, *given.values())))
+            key = tuple(tensor.data_ptr() for tensor in (bots, *given.values()))
             if key not in self._acts:
                 if len(self._acts) == MOST_GRAPHS:
                     del self._acts[next(iter(self._acts))]  # the oldest one
                 self._acts[key] = GraphedCall(self.device), _arrays(Actions, given), *_arrays(tuple, {"bots": bots})
             act, actions, indices = self._acts[key]
-            act(lambda: self._cuda.act(self._arguments, actions, indices, salt))
+            act(lambda: self._cuda.act(self._arguments, actions, indices, self._salts))
         else:
             state, maps, tables, rules, _, views = self._arguments
-            act_bots(state, maps, tables, rules, views, _arrays(Actions, given), bots.numpy(), salt)
+            act_bots(state, maps, tables, rules, views, _arrays(Actions, given), bots.numpy(), self._salts)
 
     def saved(self, battles: Sequence[int]) -> Saved:
         """Return copies of the states of some battles [K, ...], on the CPU."""
@@ -183,8 +187,9 @@ def compile_bots() -> None:
     floats, bytes_ = np.zeros((1, 16, 16), np.float32), np.zeros((1, 16, 16), np.int8)
     maps = make_maps(floats, bytes_, bytes_, floats, np.ones(1, np.float32))
     tables = make_native_tables(config, spawn_points(1, size=16).flatten(0, 1).numpy())
-    actions, views, bots = make_actions(config, 1), make_views(config, 1), np.zeros((2, 1), np.int32)
-    act_bots.compile(make_battles(config, 1), maps, tables, make_rules(config), views, actions, bots, 0)
+    actions, views = make_actions(config, 1), make_views(config, 1)
+    bots, salts = np.zeros((2, 1), np.int32), np.zeros(1, np.int64)
+    act_bots.compile(make_battles(config, 1), maps, tables, make_rules(config), views, actions, bots, salts)
 
 
 def state_hash(saved: Saved, index: int) -> str:
