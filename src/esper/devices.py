@@ -1,19 +1,21 @@
-"""Devices: choose one, measure time on it, record CUDA graphs, and set threads and deterministic kernels for a block of code."""
+"""Devices: choose one, upload to it, measure time, record CUDA graphs, set threads and deterministic kernels for a block of code."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from esper.runs.folder import RunError
 
 Result = TypeVar("Result")
+Numbers = Tensor | Sequence[int] | Sequence[float] | Sequence[Sequence[float]]
 
 
 def find_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
@@ -21,6 +23,16 @@ def find_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise RunError("device 'cuda' was asked for, but torch finds no CUDA device; use device 'cpu' or 'auto'")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def upload(values: Numbers, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the values as a tensor on the device, without waiting for it.
+
+    They go through pinned memory: a copy from pageable memory would wait for all kernels that are still queued.
+    """
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+    needs_pinning = device.type == "cuda" and tensor.device.type == "cpu"
+    return (tensor.pin_memory() if needs_pinning else tensor).to(device, non_blocking=True)
 
 
 class Stopwatch:

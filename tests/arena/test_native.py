@@ -26,6 +26,7 @@ from esper.arena.native.bots import act_bots
 from esper.arena.native.compiling import CACHE, BattleLoop, arena_cache, for_battles
 from esper.arena.native.layout import Battles, make_battles, make_maps
 from esper.arena.native.simulation import Simulation, compile_bots
+from esper.arena.specs import PHYSICS
 from esper.arena.start import make_grids
 from esper.devices import threads
 
@@ -42,8 +43,10 @@ def replay(*arguments: str, is_compiled: bool) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "decisions"), [("ladder_2v2", 2), ("jets_3v3", 1), ("random_5v5", 1)])
+@pytest.mark.parametrize(
+    ("case", "decisions"),
+    [("ladder_2v2", 2), pytest.param("jets_3v3", 1, marks=pytest.mark.slow), pytest.param("random_5v5", 1, marks=pytest.mark.slow)],
+)
 def test_interpreted_rules_agree_with_golden_decisions(case: str, decisions: int) -> None:
     (result,) = replay(case, "--decisions", str(decisions), is_compiled=False)
     assert result["above"] == {}
@@ -122,6 +125,47 @@ def test_cache_folder_changes_with_any_source_of_the_arena(tmp_path: Path) -> No
         before, path = arena_cache(copy), copy / name
         path.write_text(path.read_text().replace("0.5", "0.25", 1))
         assert arena_cache(copy) != before
+
+
+GRAVITY = """
+import numpy as np
+from esper.arena.config import ArenaConfig
+from esper.arena.native.compiling import const, for_battles
+from esper.arena.native.layout import Battles, make_battles
+from esper.arena.specs import PHYSICS
+
+G = const(PHYSICS.gravity_mps2)
+
+@for_battles
+def drop(first: int, last: int, s: Battles) -> None:
+    for b in range(first, last):
+        s.unit[0, b, 0] = G
+
+state = make_battles(ArenaConfig(size=16, team_size=1), 1)
+drop(state)
+print(state.unit[0, 0, 0], sum(drop.kernel.stats.cache_hits.values()))
+"""
+
+
+@pytest.mark.slow
+def test_changed_constant_in_another_file_changes_the_result_of_a_stored_kernel(tmp_path: Path) -> None:
+    package = Path(esper.__file__).parent
+    copy = Path(shutil.copytree(package, tmp_path / "esper", ignore=shutil.ignore_patterns("__pycache__", "trained")))
+    kernel, specs = tmp_path / "gravity.py", copy / "arena" / "specs.py"
+    kernel.write_text(GRAVITY)
+
+    def run() -> tuple[float, int]:
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run([sys.executable, str(kernel)], env=environment, capture_output=True, text=True, check=True)
+        gravity, hits = done.stdout.split()
+        return float(gravity), int(hits)
+
+    before = PHYSICS.gravity_mps2
+    assert (run(), run()) == ((before, 0), (before, 1)), "the second process loads the kernel from the disk"
+    text = f"gravity_mps2: float = {before}"
+    assert specs.read_text().count(text) == 1
+    specs.write_text(specs.read_text().replace(text, f"gravity_mps2: float = {2 * before}"))
+    assert run() == (2 * before, 0)
 
 
 @pytest.mark.slow

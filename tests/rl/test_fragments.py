@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from esper.rl import PPO
-from esper.rl.batch import minibatches, pack, prepare
+from esper.rl.batch import minibatches, pack, place, prepare, split
 from tests.rl.counting import Counting
 from tests.rl.test_learning import config
 
@@ -55,7 +55,22 @@ def test_leaving_out_invalid_steps_does_not_change_the_gradient():
     gradients = []
     for valid in (None, batch.valid):
         fragments = pack(batch.starts, np.arange(6), length=16, valid=valid)
-        ppo.learner._backward(batch, fragments, batch.counts([fragments])[0], ppo.learner._coefficients(batch, 0.0))
+        placed = place([[fragments]], ppo.device)
+        ppo.learner._backward(batch, placed[0], batch.counts(placed)[0], ppo.learner._coefficients(batch, 0.0))
         gradients.append(ppo.learner.gradient.clone())
     assert gradients[0].abs().max() > 0
     assert torch.allclose(*gradients, atol=1e-7)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))])
+def test_placed_pieces_are_those_of_the_minibatches(device: str) -> None:
+    starts = np.random.default_rng(1).random((8, 5)) < 0.2
+    dealt = [split(part, 2) for part in minibatches(starts, length=4, parts=3, rng=np.random.default_rng(0))]
+    placed = place(dealt, torch.device(device))
+    assert [len(pieces) for pieces in placed] == [len(pieces) for pieces in dealt] == [2, 2, 2]
+    for pieces, expected in zip(placed, dealt, strict=True):
+        for piece, fragments in zip(pieces, expected, strict=True):
+            assert piece.rows.device.type == piece.states.device.type == device
+            assert (piece.rows.tolist(), piece.sizes, piece.states.tolist()) == (
+                fragments.rows.tolist(), fragments.sizes, fragments.states.tolist()
+            )  # fmt: skip

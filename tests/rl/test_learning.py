@@ -9,7 +9,7 @@ import torch
 
 from esper.controller.config import ControllerConfig
 from esper.league.config import ArenaTrainConfig
-from esper.rl.batch import pack, prepare
+from esper.rl.batch import pack, place, prepare, split
 from esper.rl.collector import Staging
 from esper.rl.config import NetworkConfig, PPOConfig, ThresholdsConfig
 from esper.rl.distributions import ActionEvaluation
@@ -110,8 +110,8 @@ def test_an_irrelevant_head_gets_no_gradient():
 def gradient_of(config: PPOConfig) -> torch.Tensor:
     ppo = PPO(Counting(num_envs=6, length=5, spec=MIXED), config)
     batch = prepare(ppo.collect(), ppo.policy, config, None)
-    fragments = pack(batch.starts, torch.arange(6).numpy(), length=16)
-    ppo.learner._backward(batch, fragments, batch.counts([fragments])[0], ppo.learner._coefficients(batch, 0.0))
+    placed = place([split(pack(batch.starts, torch.arange(6).numpy(), length=16), config.micro_batches)], ppo.device)
+    ppo.learner._backward(batch, placed[0], batch.counts(placed)[0], ppo.learner._coefficients(batch, 0.0))
     return ppo.learner.gradient.clone()
 
 
@@ -153,8 +153,8 @@ def gradients_of(ratio, *, acts=True, choices=None, rewards=None):
     if rewards is not None:
         rollout.rewards[:, 4:] += rewards
     batch = prepare(rollout, ppo.policy, settings, None)
-    fragments = pack(batch.starts, torch.arange(6).numpy(), length=16)
-    terms = ppo.learner._backward(batch, fragments, batch.counts([fragments])[0], ppo.learner._coefficients(batch, 0.0))
+    placed = place([split(pack(batch.starts, torch.arange(6).numpy(), length=16), settings.micro_batches)], ppo.device)
+    terms = ppo.learner._backward(batch, placed[0], batch.counts(placed)[0], ppo.learner._coefficients(batch, 0.0))
     assert terms.value_loss > 0
     actor, critic = (
         torch.cat([weight.grad.flatten().clone() for weight in part.parameters()]) for part in (ppo.policy.actor, ppo.policy.critic)

@@ -113,7 +113,10 @@ class Bot:
         self.become(name, seed=seed)
 
     def become(self, name: str, *, seed: int) -> None:
-        """Play as another bot from now on. It keeps its memory and CUDA graph, of which an arena should not need more and more."""
+        """Play as another bot from now on.
+
+        This reuses memory and CUDA graph. The driver keeps host memory of every graph that is deleted, so matches should not make new ones.
+        """
         if name not in BOTS:
             raise ValueError(f"no bot is named {name!r}; there are {', '.join(BOTS)}")
         self.name, self.seed = name, seed

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from esper.devices import upload
 from esper.fleet.config import FleetError, HostConfig
-from esper.fleet.device import upload
 from esper.rng import Streams
 from esper.tasks import Split, Task, shuffled_order, with_wrong_labels
 

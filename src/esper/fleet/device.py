@@ -1,4 +1,4 @@
-"""Keep a GPU busy: upload without waiting for it, read from it once per decision, and replay training steps as CUDA graphs.
+"""Keep a GPU busy: read from it once per decision, and replay training steps as CUDA graphs.
 
 `Repeater` runs a training step many times. On a GPU it records the second step as a CUDA graph and replays it for the rest, so that a step
 of many small kernels takes as long as they compute, not as long as Python takes to launch them. A recording is valid for one set of seeds
@@ -7,7 +7,7 @@ and takes about as long as an ordinary step. It is therefore made anew for every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -15,18 +15,6 @@ import torch
 from torch import Tensor
 
 from esper.devices import GraphRecorder
-
-Numbers = Tensor | Sequence[int] | Sequence[float] | Sequence[Sequence[float]]
-
-
-def upload(values: Numbers, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the values as a tensor on the device, without waiting for it.
-
-    They go through pinned memory: a copy from pageable memory would wait for all kernels that are still queued.
-    """
-    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
-    needs_pinning = device.type == "cuda" and tensor.device.type == "cpu"
-    return (tensor.pin_memory() if needs_pinning else tensor).to(device, non_blocking=True)
 
 
 class Reading:

@@ -31,9 +31,10 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from esper.devices import upload
 from esper.fleet.config import FleetConfig, FleetError, HostConfig, check_state
 from esper.fleet.data import FleetData, TaskTensors, placed_inputs, rounded_inputs
-from esper.fleet.device import Reading, Repeater, on_gpu, upload
+from esper.fleet.device import Reading, Repeater, on_gpu
 from esper.fleet.hosts import Host, PendingCopies, RowBackend, RowBestStates, RowRecovery, RowSnapshots, copy_rows, fitted
 from esper.fleet.measure import Samples, are_finite, contributions, losses_of, losses_without, mean_losses, probes_of
 from esper.fleet.memory import Memory, check_fits, explained, free_bytes, seed_bytes, state_bytes, step_bytes, width_bytes

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from esper.devices import upload
 from esper.fleet.config import HostConfig
-from esper.fleet.device import upload
 from esper.gradients import GradientStats
 from esper.growth.events import BestRestored
 from esper.growth.host.layout import Place

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from esper.fleet.device import upload
+from esper.devices import upload
 from esper.fleet.hosts import Host, RowBackend
 from esper.fleet.seed_groups import AnyKind, SeedKind, SeedStorage, SeedStorages, SomeSeeds, StackedSeed, of_hosts, own_units
 from esper.fleet.stacked_model import Arrangement, StackedModel

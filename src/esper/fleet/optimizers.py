@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from esper.fleet.device import upload
+from esper.devices import upload
 
 _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grads_with_norm_
 

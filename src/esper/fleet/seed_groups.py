@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from esper.devices import upload
 from esper.fleet.config import FleetError
-from esper.fleet.device import upload
 from esper.fleet.hosts import RowBackend
 from esper.fleet.optimizers import RowOptimizer, clip_rows_
 from esper.fleet.stacked.convolutions import has_triton

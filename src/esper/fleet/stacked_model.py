@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper.fleet.device import upload
+from esper.devices import upload
 from esper.fleet.seed_groups import ABSENT, MakeRowOptimizer, SomeSeeds, StackedSeed, act
 from esper.fleet.stacked.lowering import At, Recompute, Stacked, lower
 from esper.fleet.stacked.rows import Layout, ModuleRows

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from esper.devices import upload
 from esper.fleet.data import FleetData
-from esper.fleet.device import upload
 from esper.fleet.measure import RowProbe
 from esper.fleet.seed_groups import SeedBatch, SeedGroup, SomeSeeds, StackedSeed
 from esper.fleet.stacked.lowering import Recompute

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from esper.fleet.device import upload
+from esper.devices import upload
 from esper.fleet.stacked.lowering import Stacked, lower
 from esper.fleet.stacked.rows import Layout
 from esper.growth.host.layout import CPU, Place

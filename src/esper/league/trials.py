@@ -62,9 +62,8 @@ class Trials:
         Policies sample their actions, as they do in training.
         """
         seed = Streams(self.seed).spawn("trials").integer(trial)
-        if self._match_arena is None or self._match_arena.rivals != len(
-            rivals
-        ):  # the first trial has one rival fewer: there is no best member yet
+        # The first trial has one rival fewer, because there is no best member yet.
+        if self._match_arena is None or self._match_arena.rivals != len(rivals):
             pairs = -(-self.config.selfplay.entry_battles // (2 * self.group.world_size))
             arena = msgspec.structs.replace(self.config.arena, battles=2 * pairs, smallest_team=None)
             self._match_arena = MatchArena(arena, seed=seed, device=self.device, rivals=len(rivals))

@@ -2,7 +2,8 @@
 
 1. `Rollout`: the tensors of T steps in N environments, allocated once and filled by the collector.
 2. `prepare` turns it into a `Batch`: advantages, targets and old log-probabilities, flattened to [T·N].
-3. `minibatches` divides the steps into `Fragments`, and `Batch.gather` collects their tensors into a `Minibatch`.
+3. `minibatches` divides the steps into `Fragments`, `place` moves them to the device, and `Batch.gather` collects their tensors into a
+   `Minibatch`.
 
 A rollout [T, N] is cut into units of `length` consecutive steps of one environment. Units are shuffled and dealt to minibatches. Within a
 unit, the steps are cut again wherever an episode starts. A recurrent core sees the resulting fragments, sorted by length and packed
@@ -27,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from esper.devices import upload
 from esper.parallel import ALONE, Group
 from esper.rl.config import PPOConfig
 from esper.rl.distributions import Choice
@@ -125,17 +127,16 @@ class Batch:
     hidden_state: Tensor  # [] root mean square of the memory after the step where it is largest; nan without a memory
     inputs: dict[str, tuple[Tensor, Tensor]]  # name of a floating-point observation, normalised if all are -> size and spread, [] each
 
-    def counts(self, minibatches: Sequence[Fragments], group: Group = ALONE) -> list[Counts]:
-        """Return for each minibatch the number of real steps, and of those where each head mattered, summed over all ranks."""
+    def counts(self, minibatches: Sequence[Sequence[Indices]], group: Group = ALONE) -> list[Counts]:
+        """Return for each minibatch, given in pieces, the number of real steps, and of those where each head mattered, over all ranks."""
         counted = self.samples[:, sum(self.widths[:2]) : sum(self.widths[:4])]  # weight, valid
-        rows = [torch.from_numpy(fragments.rows).to(counted.device) for fragments in minibatches]
+        rows = [torch.cat([piece.rows for piece in pieces]) if len(pieces) > 1 else pieces[0].rows for pieces in minibatches]
         totals = group.sum_(torch.stack([counted.index_select(0, some).sum(0) for some in rows]))  # [minibatches, J + 1]
         return [Counts(valid=total[-1], weight=total[:-1]) for total in totals]
 
-    def gather(self, fragments: Fragments) -> Minibatch:
-        """Return the tensors of a minibatch."""
-        device = self.samples.device
-        rows, states = torch.from_numpy(fragments.rows).to(device), torch.from_numpy(fragments.states).to(device)
+    def gather(self, indices: Indices) -> Minibatch:
+        """Return the tensors of a minibatch or of a piece of one."""
+        rows, sizes, states = indices
         samples = self.samples.index_select(0, rows).split_with_sizes(self.widths, dim=1)
         squeezed = (part.squeeze(1) if index >= 3 else part for index, part in enumerate(samples))  # from `valid` on, fields are [M]
         return Minibatch(
@@ -143,7 +144,7 @@ class Batch:
             masks={head: mask.index_select(0, rows) for head, mask in self.masks.items()},
             choice=Choice(*(part.index_select(0, rows) for part in self.choice)),
             states=self.states.index_select(0, states),
-            sizes=fragments.sizes,
+            sizes=sizes,
             samples=Samples(*squeezed),
         )
 
@@ -273,6 +274,21 @@ class Fragments(NamedTuple):
     rows: Integers  # [M] indices into the rollout flattened to [T·N], in packed order
     sizes: list[int]  # number of fragments that have a step 0, 1, 2, …
     states: Integers  # [F] indices into the stored states flattened to [T/L·N]; one past the end for a fragment that starts an episode
+
+
+class Indices(NamedTuple):
+    """`Fragments` on the device."""
+
+    rows: Tensor
+    sizes: list[int]
+    states: Tensor
+
+
+def place(minibatches: Sequence[Sequence[Fragments]], device: torch.device) -> list[list[Indices]]:
+    """Move the pieces of all minibatches of a pass to the device in one transfer, which does not wait for it."""
+    arrays = [array for pieces in minibatches for piece in pieces for array in (piece.rows, piece.states)]
+    moved = iter(upload(torch.from_numpy(np.concatenate(arrays)), device).split_with_sizes([len(array) for array in arrays]))
+    return [[Indices(next(moved), piece.sizes, next(moved)) for piece in pieces] for pieces in minibatches]
 
 
 def minibatches(

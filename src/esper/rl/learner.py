@@ -12,7 +12,7 @@ Shapes: J = heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from esper.gradients import LossScales, NoLossScales
 from esper.parallel import ALONE, Group
 from esper.profiling import BACKWARD, FORWARD, OPTIMIZER
-from esper.rl.batch import Batch, Fragments, Minibatch, Rollout, minibatches, prepare, split
+from esper.rl.batch import Batch, Indices, Minibatch, Rollout, minibatches, place, prepare, split
 from esper.rl.config import PPOConfig
 from esper.rl.loss import Coefficients, Counts, Terms, add_up, ppo_loss
 from esper.rl.normalize import RewardNormalizer
@@ -132,9 +132,10 @@ class Learner:
         stopped = torch.zeros((), dtype=torch.bool, device=self.device)
         for _ in range(config.num_epochs):
             length, parts = config.sequence_length, self.num_minibatches
-            dealt = list(minibatches(batch.starts, length=length, parts=parts, rng=self.rng, valid=batch.valid))
-            for fragments, counts in zip(dealt, batch.counts(dealt, self.group), strict=True):
-                terms = self._backward(batch, fragments, counts, coefficients)
+            dealt = minibatches(batch.starts, length=length, parts=parts, rng=self.rng, valid=batch.valid)
+            placed = place([split(fragments, config.micro_batches) for fragments in dealt], self.device)
+            for pieces, counts in zip(placed, batch.counts(placed, self.group), strict=True):
+                terms = self._backward(batch, pieces, counts, coefficients)
                 with OPTIMIZER:
                     stopped = self._step(terms, stopped, log)
                 if self.device.type == "cpu" and bool(stopped):
@@ -163,25 +164,25 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
-    def _backward(self, batch: Batch, fragments: Fragments, counts: Counts, coef: Coefficients) -> Terms:
+    def _backward(self, batch: Batch, pieces: Sequence[Indices], counts: Counts, coef: Coefficients) -> Terms:
         """Fill the gradient buffer from one minibatch, summed over all ranks. Return the terms of the loss."""
         try:
-            own = self._own_backward(batch, fragments, counts, coef)
+            own = self._own_backward(batch, pieces, counts, coef)
         except Exception as error:
             if not self.is_compiled:
                 raise
             # Try again without the compiler. An error with another cause occurs again in the plain networks, so nothing is hidden.
             self.is_compiled, self.encode, self.heads = False, self.policy.encode, self.policy.heads
             self.on_compile_failure(error)
-            own = self._own_backward(batch, fragments, counts, coef)
+            own = self._own_backward(batch, pieces, counts, coef)
         self.group.sum_(self.gradient)
         self.loss_scale.divide_(self.gradient)
         return add_up([Terms(*terms) for terms in self.group.gather(own)])
 
-    def _own_backward(self, batch: Batch, fragments: Fragments, counts: Counts, coef: Coefficients) -> Terms:
+    def _own_backward(self, batch: Batch, pieces: Sequence[Indices], counts: Counts, coef: Coefficients) -> Terms:
         """Fill the gradient buffer from this rank's part of a minibatch, one micro-batch after another. Return its terms."""
         self.gradient.zero_()
-        return add_up([self._piece(batch.gather(piece), counts, coef) for piece in split(fragments, self.config.micro_batches)])
+        return add_up([self._piece(batch.gather(piece), counts, coef) for piece in pieces])
 
     def _piece(self, minibatch: Minibatch, counts: Counts, coef: Coefficients) -> Terms:
         """Add the gradient of one micro-batch to the buffer. Return its terms."""

@@ -116,7 +116,8 @@ class Simulation:
         """Write the actions of bots, by default into `actions`.
 
         `bots` [2, B] int32 are their indices by team and battle; -1 leaves the actions of a team as they are. `salt` is added to the seeds
-        of their random numbers. On a CUDA device, all calls with the same memory replay one graph, also if bots or salt change.
+        of their random numbers. On a CUDA device, all calls with the same memory replay one graph, also if bots or salt change;
+        a graph that the caller records keeps the salt.
         """
         if bots.dtype != torch.int32 or bots.shape != (2, self.battles) or bots.device != self.device or not bots.is_contiguous():
             found = f"{bots.dtype} {tuple(bots.shape)} on {bots.device}" + ("" if bots.is_contiguous() else ", not contiguous")

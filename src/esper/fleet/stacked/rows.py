@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from esper.fleet.device import upload
+from esper.devices import upload
 
 State = Mapping[str, Tensor]
 
