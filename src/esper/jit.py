@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import gc
 import hashlib
 import importlib.util
 import os
@@ -68,6 +69,21 @@ def cached_in(folder: Path, config: Any) -> Iterator[None]:
         yield
     finally:
         config.CACHE_DIR = before
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Switch garbage collection off for work that makes millions of small objects that live on, such as compiling or reading a long file.
+
+    Looking through them takes a tenth of the time of compiling the arena, and half of the time of reading the events of a run.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -14,8 +14,6 @@ rest is read. A run that is resumed cuts its file: then everything is read again
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import hashlib
 import itertools
 import math
@@ -32,6 +30,7 @@ import msgspec
 import numpy as np
 
 from esper.files import write_file
+from esper.jit import no_garbage_collection
 from esper.runs.events import MAX_LINE_BYTES, EventError, battle_numbers
 
 CHUNK = 4 * 2**20  # bytes read at a time
@@ -339,18 +338,6 @@ def _write_index(path: Path, header: bytes, arrays: list[np.ndarray]) -> None:
         write_file(path, header + b"\n" + b"".join(part.tobytes() for part in arrays))
     except OSError:
         return
-
-
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Switch garbage collection off: reading makes millions of small objects that live on, and looking through them doubles the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Reader(NamedTuple):

@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from esper.jit import no_garbage_collection
 from esper.runs.catalog import Run, open_run
 from esper.runs.compare import expand, seed_of, settings_read, short_names
 from esper.runs.folder import EVENTS, RunError
-from esper.runs.index import lines_of, no_garbage_collection
+from esper.runs.index import lines_of
 
 PLACE = ("run", "step", "time", "rank", "env")  # first columns of the table of a kind of event
 _NOT_FINITE = frozenset({"nan", "inf", "-inf"})  # texts that stand for numbers

@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     raise ImportError(f"the arena is compiled by Numba, which cannot be imported ({error}): pip install 'esper-grow[league]'") from error
 
-from esper.jit import cache_folder, cached_in, one_process_at_a_time
+from esper.jit import cache_folder, cached_in, no_garbage_collection, one_process_at_a_time
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Arguments = ParamSpec("Arguments")
@@ -34,7 +34,7 @@ Arguments = ParamSpec("Arguments")
 # describe arrays; no reference counts, because nothing is allocated; no entry points for Python and C, which would take longer to compile
 # than the functions.
 _FLAGS = {"error_model": "numpy", "forceinline": True, "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-COMPILE_S = 40  # on two cores of 2.5 GHz
+COMPILE_S = 30  # on two cores of 2.5 GHz
 RANGES_PER_THREAD = 4  # so that a thread that was interrupted does not let the others wait for long
 
 
@@ -171,7 +171,8 @@ class BattleLoop(Generic[Arguments]):
     def _call_for_no_battle(self, arguments: tuple[Any, ...]) -> None:
         before, numba.config.LOOP_VECTORIZE = numba.config.LOOP_VECTORIZE, 0
         try:
-            self.kernel(0, 0, *arguments)
+            with no_garbage_collection():
+                self.kernel(0, 0, *arguments)
         finally:
             numba.config.LOOP_VECTORIZE = before
 

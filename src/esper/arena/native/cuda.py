@@ -45,7 +45,7 @@ from esper.arena.native.bots import act_unit
 from esper.arena.native.compiling import CACHE
 from esper.arena.native.layout import Actions, Battles, Ints, Longs, Maps, RuleBook, Tables, Views
 from esper.arena.specs import PHYSICS
-from esper.jit import cached_in
+from esper.jit import cached_in, no_garbage_collection
 
 if not hasattr(np, "row_stack"):  # NumPy 2.5 has removed it, and numba-cuda 0.30 imports it
     np.row_stack = np.vstack  # noqa: NPY201
@@ -151,7 +151,7 @@ class CudaKernels:
 
     def compile(self, arguments: Arguments, bots: Any, salts: Any) -> None:
         """Compile and load the kernels by launching them for no battle, because neither can be done while a graph is recorded."""
-        with announced():
+        with announced(), no_garbage_collection():
             self._launch_phases(arguments, DECIDE, battles=0)
             self._launch_bots(arguments, arguments[4], bots, salts, battles=0)
 
