@@ -53,7 +53,19 @@ def test_another_source_gives_another_cache_folder(tmp_path):
     second = jit.cache_folder(sources)
     assert second != first
     assert not first.exists()
-    assert jit.cache_folder(sources, versions="numba 1.0") != second
+
+
+def test_environments_with_other_versions_keep_their_cache_folders(tmp_path):
+    source = tmp_path / "one.py"
+    source.write_text("a = 1\n")
+    old, new = (jit.cache_folder((source,), versions=versions) for versions in ("1.0-numpy-2.4", "1.0-numpy-2.5"))
+    assert old.exists()
+    assert new.exists()
+    assert old != new
+    source.write_text("a = 2\n")
+    assert jit.cache_folder((source,), versions="1.0-numpy-2.5") != new
+    assert not new.exists()
+    assert old.exists()
 
 
 def test_the_cache_lies_in_the_users_folder_where_the_sources_cannot_be_written_to(tmp_path, monkeypatch):

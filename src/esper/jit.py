@@ -105,12 +105,14 @@ def one_process_at_a_time(lock: Path, *, message: str) -> Iterator[None]:
 def cache_folder(sources: tuple[Path, ...], *, versions: str = "") -> Path:
     """Return the cache folder for these sources: next to the first source if that place is writable, else in the user's cache.
 
-    Cache folders of earlier versions of the sources are removed. `versions` are those of packages that the code depends on.
+    Cache folders of earlier sources are removed, but not those of other `versions`: packages that the code depends on, with their versions.
+    So two environments that share the sources keep their code.
     """
-    digest = hashlib.sha256(versions.encode())
+    digest = hashlib.sha256()
     for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    name, stem = f"{sources[0].stem}-numba-{digest.hexdigest()[:16]}", f"{sources[0].stem}-numba-"
+    stem = f"{sources[0].stem}-numba-" + (f"{versions}-" if versions else "")
+    name = f"{stem}{digest.hexdigest()[:16]}"
     for parent in (sources[0].parent / "__pycache__", user_cache()):
         try:
             (parent / name).mkdir(parents=True, exist_ok=True)

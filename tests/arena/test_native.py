@@ -246,3 +246,21 @@ def test_threads_run_each_battle_once(count: int, battles: int) -> None:
     with threads(count):
         count_visits(state)
     assert state.status[0].tolist() == [1] * battles
+
+
+def test_no_thread_changes_battles_after_an_interrupted_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    caller, runs = threading.get_ident(), list[int]()
+
+    def kernel(first: int, last: int, s: Battles) -> None:
+        if threading.get_ident() == caller:
+            raise KeyboardInterrupt
+        time.sleep(0.02)
+        runs.append(first)
+
+    monkeypatch.setattr(count_visits, "kernel", kernel)
+    monkeypatch.setattr(count_visits, "_is_compiled", True)
+    with threads(2), pytest.raises(KeyboardInterrupt):
+        count_visits(make_battles(ArenaConfig(size=16, team_size=1), 64))
+    done = len(runs)
+    time.sleep(0.1)
+    assert len(runs) == done

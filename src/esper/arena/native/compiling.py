@@ -84,7 +84,7 @@ def arena_cache(package: Path) -> Path:
     """Return the folder of compiled kernels for the arena's sources in `package`. Any of them may be part of a kernel."""
     own = package / "native" / "compiling.py"  # names the folder, and the place for it
     others = (path for path in sorted(package.rglob("*.py")) if path != own)
-    return cache_folder((own, *others), versions=f"{numba.__version__} {np.__version__}")
+    return cache_folder((own, *others), versions=f"{numba.__version__}-numpy-{np.__version__}")
 
 
 CACHE = arena_cache(Path(__file__).parent.parent)
@@ -192,9 +192,13 @@ class BattleLoop(Generic[Arguments]):
                 self.kernel(first, min(first + size, battles), *arguments)
 
         others = [_pool(workers - 1).submit(run) for _ in range(workers - 1)]
-        run()
-        for other in others:
-            other.result()
+        try:
+            run()
+        finally:  # also after Ctrl-C, no thread changes battles when this call has ended
+            for _ in starts:
+                pass
+            for other in others:
+                other.result()
 
 
 @cache
