@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from esper.arena.arena import Arena
-from esper.arena.bots import BOTS
-from esper.arena.config import ArenaConfig
+from esper.arena.config import BOTS, ArenaConfig
 from esper.arena.native import layout as at
-from esper.arena.native.bots import NO_STEP
 from esper.arena.orders import FIRE
+from esper.arena.routes import ARRIVED
 from esper.arena.specs import Material
 from esper.arena.start import Grids
 
@@ -28,7 +27,7 @@ Place = tuple[float, float]
 class Situation:
     """Two battles of two against two on the same map, with the same seed. Units without a place are dead."""
 
-    def __init__(self, places: dict[int, Place], *, wall: tuple[slice, slice] | None = None, way: int = NO_STEP) -> None:
+    def __init__(self, places: dict[int, Place], *, wall: tuple[slice, slice] | None = None, way: int = ARRIVED) -> None:
         grid, material = torch.zeros(1, SIZE, SIZE), torch.full((1, SIZE, SIZE), int(Material.OPEN), dtype=torch.int8)
         if wall is not None:
             grid[0][wall], material[0][wall] = 3.0, int(Material.REINFORCED)

@@ -37,7 +37,7 @@ def replay(path: Path, *, decisions: int | None = None) -> dict[str, Any]:
     config = read_config(data["config"].tobytes())
     battles, actions, views = (make(config, config.battles) for make in (at.make_battles, at.make_actions, at.make_views))
     maps = at.make_maps(*(data[f"map/{field}"] for field in ("height", "material", "way", "route_m", "zone_radius")))
-    tables = at.make_native_tables(config, spawn_points(config.team_size, size=config.size).flatten(0, 1).numpy())
+    tables = at.make_tables(config, spawn_points(config.team_size, size=config.size).flatten(0, 1).numpy())
     rules = at.make_rules(config)
     state = {field.removeprefix("state/"): array for field, array in data.items() if field.startswith("state/")}
     shape = config.battles, config.units

@@ -12,8 +12,7 @@ import json
 
 import torch
 
-from esper.arena.bots import BOTS
-from esper.arena.config import ArenaConfig
+from esper.arena.config import BOTS, ArenaConfig
 from esper.arena.native import layout as at
 from esper.arena.native.battle import BEGIN_PHASES, DECIDE, ORDER_PHASES, RESULT_PHASES, TICK_PHASES, VIEW_PHASES
 from esper.arena.native.cuda import CudaKernels, phase_kernel

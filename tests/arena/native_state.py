@@ -14,7 +14,7 @@ import numpy.typing as npt
 from esper.arena.native import layout as at
 from esper.arena.native.battle import DECIDE_ONLY, LOOK, begin_status, begin_unit, mend_columns, step_battles
 from esper.arena.native.compiling import for_battles
-from esper.arena.native.layout import Actions, Battles, Ints, Maps, RuleBook, Tables, Views
+from esper.arena.native.layout import Battles, Choices, Ints, Maps, RuleBook, Tables, Views
 from esper.arena.specs import PHYSICS
 
 TOLERANCES = {"position": 1e-5}  # of parts of the state; 1e-3 for all others
@@ -42,7 +42,7 @@ def begin_given(first: int, last: int, s: Battles, tables: Tables, rule_book: Ru
 
 
 def step_given(
-    s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, actions: Actions, views: Views, which: Ints, team_size: Ints
+    s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, actions: Choices, views: Views, which: Ints, team_size: Ints
 ) -> None:  # fmt: skip
     """Run a decision. Where a battle ends, the next one begins on the map `which` [B] with teams of `team_size` [B] units."""
     step_battles(s, maps, tables, rule_book, actions, views, DECIDE_ONLY)

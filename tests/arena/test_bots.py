@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from esper.arena.arena import Arena
-from esper.arena.bots import BOTS, Bot
-from esper.arena.config import ArenaConfig
+from esper.arena.bots import Bot
+from esper.arena.config import BOTS, ArenaConfig
 from esper.arena.native import layout as at
 from esper.arena.orders import wrong_values
 from esper.league.matches import MatchArena

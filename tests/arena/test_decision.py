@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from esper.arena.arena import Arena
-from esper.arena.bots import BOTS
+from esper.arena.config import BOTS
 from esper.arena.native import layout as at
 from esper.arena.native.simulation import DECIDE_ONLY, Saved
 from esper.arena.specs import CLASSES, PHYSICS, WEAPONS, Material

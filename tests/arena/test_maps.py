@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper.arena.maps import Maps, _with_ways, are_connected, corner_side, generate_maps, spawn_points
+from esper.arena.maps import MapBatch, _with_ways, are_connected, corner_side, generate_maps, spawn_points
 from esper.arena.maps_walk import floor_height, has_a_wide_way
 from esper.arena.specs import CLIMB_M, PHYSICS, Material
 from esper.arena.terrain import BUILDERS, LANDSCAPES, HeightMap
@@ -17,7 +17,7 @@ from esper.arena.terrain_chance import Chance, wave
 FAR_SEEDS = [0, 1, 2, 3, 17, -5, 2**62 + 1, 2**63 - 1]
 
 
-def has_way_by_hand(maps: Maps, which: int) -> bool:
+def has_way_by_hand(maps: MapBatch, which: int) -> bool:
     """The reference: one queue, one column at a time."""
     size = maps.height.shape[1]
     height, material = maps.height[which].tolist(), maps.material[which].tolist()
@@ -59,7 +59,7 @@ def shares(condition: Tensor) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def by_landscape() -> dict[str, Maps]:
+def by_landscape() -> dict[str, MapBatch]:
     return {name: generate_maps(range(30), landscapes=(name,)) for name in LANDSCAPES}
 
 
@@ -97,7 +97,7 @@ def test_the_batched_flood_fill_equals_one_column_at_a_time() -> None:
     height = (chance.uniform("heights", torch.arange(256).reshape(16, 16)) * 3.4).round()
     material = torch.where(chance.uniform("lava", torch.arange(256).reshape(16, 16)) < 0.05, Material.LAVA, Material.OPEN).to(torch.int8)
     material = torch.where(chance.uniform("trees", torch.arange(256).reshape(16, 16)) < 0.05, Material.FOLIAGE, material).to(torch.int8)
-    noise = Maps(height, material, torch.full((60,), 2.0), torch.zeros(60, dtype=torch.int64))
+    noise = MapBatch(height, material, torch.full((60,), 2.0), torch.zeros(60, dtype=torch.int64))
     for maps in (made, noise):
         assert are_connected(maps).tolist() == [has_way_by_hand(maps, which) for which in range(len(maps.height))]
     assert 5 < are_connected(noise).sum() < 55
@@ -110,7 +110,7 @@ def test_a_winding_way_is_found_and_a_wall_across_it_is_detected() -> None:
     for number, row in enumerate(range(1, size - 1, 2)):  # walls with a gap at alternating ends
         height[0, row] = 5.0
         height[0, row, -1 if number % 2 else 0] = 0.0
-    maps = Maps(height, torch.zeros(1, size, size, dtype=torch.int8), torch.tensor([4.0]), torch.zeros(1, dtype=torch.int64))
+    maps = MapBatch(height, torch.zeros(1, size, size, dtype=torch.int8), torch.tensor([4.0]), torch.zeros(1, dtype=torch.int64))
     assert are_connected(maps).item()
     maps.height[0, 5] = 1.5  # a step too high
     assert not are_connected(maps).item()
@@ -186,7 +186,7 @@ def test_the_same_seeds_give_the_same_maps_and_no_global_generator_is_drawn_from
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LANDSCAPES)
-def test_different_seeds_give_different_maps(name: str, by_landscape: dict[str, Maps]) -> None:
+def test_different_seeds_give_different_maps(name: str, by_landscape: dict[str, MapBatch]) -> None:
     maps = by_landscape[name]
     assert len({tuple(height.flatten().tolist()) for height in maps.height}) == len(maps.height)
 
@@ -201,7 +201,7 @@ def test_exactly_the_requested_landscapes_are_drawn() -> None:
 
 
 @pytest.mark.parametrize("name", LANDSCAPES)
-def test_most_of_a_map_is_walked_on_but_not_all_of_it_is_bare(name: str, by_landscape: dict[str, Maps]) -> None:
+def test_most_of_a_map_is_walked_on_but_not_all_of_it_is_bare(name: str, by_landscape: dict[str, MapBatch]) -> None:
     maps = by_landscape[name]
     is_low = (floor_height(maps.height, maps.material) <= CLIMB_M) & (maps.material != Material.LAVA)
     assert shares(is_low).min() > 0.5
@@ -211,7 +211,7 @@ def test_most_of_a_map_is_walked_on_but_not_all_of_it_is_bare(name: str, by_land
 
 
 @pytest.mark.parametrize("name", LANDSCAPES)
-def test_distant_columns_rarely_see_each_other_and_near_ones_often_do(name: str, by_landscape: dict[str, Maps]) -> None:
+def test_distant_columns_rarely_see_each_other_and_near_ones_often_do(name: str, by_landscape: dict[str, MapBatch]) -> None:
     maps = by_landscape[name]
     size = maps.height.shape[1]
     tops = maps.height.masked_fill(maps.material == Material.GLASS, 0.0)
@@ -250,7 +250,7 @@ def test_corners_are_flat_and_the_zone_is_mostly_walkable_with_a_little_cover(si
     assert (maps.height[:, middle, middle] == 0).all()
 
 
-def test_every_landscape_has_what_its_name_promises(by_landscape: dict[str, Maps]) -> None:
+def test_every_landscape_has_what_its_name_promises(by_landscape: dict[str, MapBatch]) -> None:
     def share(name: str, material: Material, *, above: float = -1.0) -> Tensor:
         maps = by_landscape[name]
         return shares((maps.material == material) & (maps.height > above))
@@ -272,7 +272,7 @@ def test_every_landscape_has_what_its_name_promises(by_landscape: dict[str, Maps
     assert share("ruins", Material.FOLIAGE).min() > 0.005
 
 
-def test_materials_have_heights_that_the_rules_can_use(by_landscape: dict[str, Maps]) -> None:
+def test_materials_have_heights_that_the_rules_can_use(by_landscape: dict[str, MapBatch]) -> None:
     for maps in by_landscape.values():
         assert maps.height.dtype == torch.float32
         assert maps.material.dtype == torch.int8
@@ -284,7 +284,7 @@ def test_materials_have_heights_that_the_rules_can_use(by_landscape: dict[str, M
         assert maps.height.max() <= 8 < PHYSICS.ceiling_m
 
 
-def test_a_river_parts_the_corners_and_is_crossed_by_bridges(by_landscape: dict[str, Maps]) -> None:
+def test_a_river_parts_the_corners_and_is_crossed_by_bridges(by_landscape: dict[str, MapBatch]) -> None:
     is_water = by_landscape["river"].material == Material.WATER
     diagonal = is_water | is_water.roll(1, 1) | is_water.roll(-1, 1)
     crosses = torch.stack([diagonal.diagonal(offset, 1, 2).any(1) for offset in range(-20, 21, 5)])

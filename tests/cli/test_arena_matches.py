@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from esper.arena.bots import BOTS
+from esper.arena.config import BOTS
 from esper.cli.main import main
 from esper.config import load_saved, save
 from esper.league.config import ArenaTrainConfig

@@ -11,8 +11,8 @@ from esper.lazy import lazy_names
 
 if TYPE_CHECKING:
     from esper.arena.arena import Arena as Arena, StepResult as StepResult
-    from esper.arena.bots import BOTS as BOTS, Bot as Bot
-    from esper.arena.config import ArenaConfig as ArenaConfig, ArenaRewardConfig as ArenaRewardConfig
+    from esper.arena.bots import Bot as Bot
+    from esper.arena.config import BOTS as BOTS, ArenaConfig as ArenaConfig, ArenaRewardConfig as ArenaRewardConfig
     from esper.arena.env import ArenaEnv as ArenaEnv
     from esper.arena.gymnasium_vector import ArenaVectorEnv as ArenaVectorEnv
     from esper.arena.pettingzoo import parallel_env as parallel_env

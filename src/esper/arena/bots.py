@@ -3,15 +3,15 @@
 A bot knows what a policy observes: its own condition, the zone and the route to it, and the contacts that its unit senses, nearest first.
 It returns the same kind of actions. The code is in `esper.arena.native.bots`.
 
-    weak       walks to the zone, stands still to shoot, with the first weapon that reaches a contact, at the nearest that it reaches
-    middle     keeps moving while it shoots, picks the weapon with the most damage per time, vents when it is hot
-    strong     prefers targets that are nearly dead, never overheats by firing, vents when no enemy is near, keeps the best distance for its
-               class, and a longer one when it is damaged or hot
-    strong-v1  the same as strong; a bot with a version in its name never changes
-    expert     vents whenever it has no shot, weighs damage against heat, holds uncertain shots, shoots at what allies are near to, circles
-               enemies at full speed, goes to its allies when it is outnumbered, hides behind smoke, flies over walls and to dodge
+    weak    walks to the zone, stands still to shoot, with the first weapon that reaches a contact, at the nearest that it reaches
+    middle  keeps moving while it shoots, picks the weapon with the most damage per time, vents when it is hot
+    strong  prefers targets that are nearly dead, never overheats by firing, vents when no enemy is near, keeps the best distance for its
+            class, and a longer one when it is damaged or hot
+    expert  vents whenever it has no shot, weighs damage against heat, holds uncertain shots, shoots at what allies are near to, circles
+            enemies at full speed, goes to its allies when it is outnumbered, hides behind smoke, flies over walls and to dodge
 
-Weak and middle also flip coins, so that a match of one of them against itself is decided.
+Weak and middle also flip coins, so that a match of one of them against itself is decided. `middle-v1`, `strong-v1` and `expert-v1` are
+these bots as they are now: a bot with a version in its name never changes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from esper.arena.config import BOTS
 from esper.vecenv import Actions
 
 if TYPE_CHECKING:
     from esper.arena.arena import Arena
-
-BOTS = ("random", "weak", "middle", "strong", "strong-v1", "expert")
 
 
 class Tactics(NamedTuple):
@@ -35,6 +34,10 @@ class Tactics(NamedTuple):
     caution: float = 0.95  # share of the heat cap that it does not exceed by firing
     idle_vents_at: float = 0.5  # share of the heat cap above which it vents without contacts
     spacing: float = 1.0  # factor on the preferred distance of its class
+    liked_scout_m: float = 7.0  # preferred distance to enemies
+    liked_light_m: float = 4.0
+    liked_medium_m: float = 7.0
+    liked_heavy_m: float = 8.0
     retreat_m: float = 3.0  # additional distance when it is damaged or hot
     sway: float = 1.0  # speed sideways to the line of fire
     pull: float = 0.5  # weight of the way to the zone while it fights
@@ -85,22 +88,22 @@ class Expertise(NamedTuple):
 class Skill(NamedTuple):
     """Settings that distinguish the strengths."""
 
-    keeps_moving: bool  # whether it moves while it shoots
-    picks_weapon: bool  # whether it picks the weapon with the most damage per time instead of the first that reaches a contact
-    vents_at: float  # share of the heat cap above which it vents; above 1: never
+    keeps_moving: bool = False  # whether it moves while it shoots
+    picks_weapon: bool = False  # whether it picks the weapon with the most damage per time instead of the first that reaches a contact
+    vents_at: float = 2.0  # share of the heat cap above which it vents; above 1: never
+    paint: float = 0.9  # damage per tick that painting a target is worth
     tactics: Tactics | None = None
     roams: float = 0.0  # share of the seconds in which it goes on or aside instead of standing
     expertise: Expertise | None = None
 
 
-STRONG = Skill(keeps_moving=True, picks_weapon=True, vents_at=0.85, tactics=Tactics())
 SKILLS = {
-    "weak": Skill(keeps_moving=False, picks_weapon=False, vents_at=2.0, roams=0.2),
+    "weak": Skill(roams=0.2),
     "middle": Skill(keeps_moving=True, picks_weapon=True, vents_at=0.9, roams=0.2),
-    "strong": STRONG,
-    "strong-v1": STRONG,
-    "expert": Skill(keeps_moving=True, picks_weapon=True, vents_at=0.85, expertise=Expertise()),
+    "strong": Skill(keeps_moving=True, picks_weapon=True, vents_at=0.85, tactics=Tactics()),
+    "expert": Skill(expertise=Expertise()),
 }
+SKILLS |= {f"{name}-v1": SKILLS[name] for name in ("middle", "strong", "expert")}  # until the bot without a version changes
 
 
 class Bot:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from msgspec import Meta
 
@@ -11,6 +11,9 @@ from esper.config import Config, ConfigError, Count, Fraction, NonNegativeFloat,
 from esper.text_table import did_you_mean
 
 Landscape = Literal["city", "forest", "river", "ridges", "ruins"]
+# Bots are stored by their place in this list, so new ones go to its end.
+BotName = Literal["random", "weak", "middle", "strong", "strong-v1", "expert", "middle-v1", "expert-v1"]
+BOTS: tuple[str, ...] = get_args(BotName)
 SMALLEST, LARGEST = 16, 128  # columns on a side of a map
 WIDEST_CORNER = 10  # largest number of columns on a side of the square in which a team starts
 APART_M = 2.0  # distance between units at the start

@@ -43,8 +43,7 @@ except ImportError as error:
     raise ImportError("esper.arena.gymnasium_vector needs Gymnasium: pip install 'esper-grow[league,gym]'") from error
 
 from esper.arena.arena import ManualResetArena, StepResult
-from esper.arena.bots import BOTS
-from esper.arena.config import ArenaConfig
+from esper.arena.config import BOTS, ArenaConfig
 from esper.arena.observe import observation_width, state_width
 from esper.arena.orders import FIRE, action_spec, as_motion
 from esper.arena.scenarios import SCENARIOS, Scenario, find_scenario

@@ -28,7 +28,7 @@ SMALLEST_ZONE_M, LARGEST_ZONE_M = 4.0, 11.0
 COVER_M = 2.0  # height of the cover in the zone: as high as a unit
 
 
-class Maps(NamedTuple):
+class MapBatch(NamedTuple):
     """M maps, all of one size."""
 
     height: Tensor  # [M, S, S] float32, top of the column
@@ -37,7 +37,7 @@ class Maps(NamedTuple):
     landscape: Tensor  # [M] int64, index into LANDSCAPES
 
 
-def generate_maps(seeds: Tensor | Sequence[int], *, size: int = 64, landscapes: tuple[str, ...] = LANDSCAPES) -> Maps:
+def generate_maps(seeds: Tensor | Sequence[int], *, size: int = 64, landscapes: tuple[str, ...] = LANDSCAPES) -> MapBatch:
     """Make one map for every seed. The seed draws its landscape from `landscapes`. In every map both teams can walk to the zone.
 
     >>> maps = generate_maps([7, 8, 9], size=32)
@@ -53,7 +53,7 @@ def generate_maps(seeds: Tensor | Sequence[int], *, size: int = 64, landscapes: 
     return maps
 
 
-def are_connected(maps: Maps) -> Tensor:
+def are_connected(maps: MapBatch) -> Tensor:
     """Return [M] bool: whether both teams can walk from their corner to the middle of the zone, without high steps and lava."""
     return has_a_way(maps.height, maps.material)
 
@@ -82,7 +82,7 @@ def spawn_points(team_size: int, *, size: int) -> Tensor:
     return torch.stack([first, -first])
 
 
-def _made(seeds: Tensor, size: int, choices: Tensor) -> Maps:
+def _made(seeds: Tensor, size: int, choices: Tensor) -> MapBatch:
     """Make maps from checked arguments. `choices` [L] are indices into LANDSCAPES."""
     chance = Chance(seeds, size=size)
     radius = chance.uniform("zone", low=min(SMALLEST_ZONE_M, size / 6), high=min(LARGEST_ZONE_M, size / 6))
@@ -99,7 +99,7 @@ def _made(seeds: Tensor, size: int, choices: Tensor) -> Maps:
     height_map = _with_corners(height_map, chance)
     height_map = HeightMap(mirrored(height_map.height), mirrored(height_map.material))
     height_map = _with_ways(height_map, chance)
-    return Maps(height_map.height, height_map.material, radius, landscape)
+    return MapBatch(height_map.height, height_map.material, radius, landscape)
 
 
 def _with_zone(height_map: HeightMap, chance: Chance, radius: Tensor) -> HeightMap:

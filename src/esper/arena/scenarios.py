@@ -30,7 +30,7 @@ class Scenario:
     description: str
     arena: ArenaConfig  # for training; the whole battle is part of the observations
     test_seed: int  # its first 512 maps are the test maps
-    opponents: tuple[str, ...] = ("middle", "strong-v1", "expert")  # bots that a player is tested against
+    opponents: tuple[str, ...] = ("middle-v1", "strong-v1", "expert-v1")  # bots that a player is tested against
 
     def test_arena(self, battles: int = TEST_MAPS) -> ArenaConfig:
         """Return the settings of a test: two battles on each map, one from each side. Battles 2i and 2i + 1 are on test map i."""

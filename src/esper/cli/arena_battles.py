@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from esper.arena.config import DECISION_S, ArenaConfig
+from esper.arena.config import BOTS, DECISION_S, ArenaConfig
 from esper.cli.command import FAILED, CommandError
 from esper.files import reason_of
-from esper.league.config import ANCHORS, ArenaTrainConfig
+from esper.league.config import ArenaTrainConfig
 from esper.text_table import did_you_mean
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def find_player(text: str, *, device: torch.device) -> MatchPlayer:
     """
     from esper.league.trained import SUFFIX, shipped_players
 
-    if text in ANCHORS:
+    if text in BOTS:
         return MatchPlayer(text, text)
     shipped = shipped_players()
     if text in shipped:
@@ -65,8 +65,8 @@ def find_player(text: str, *, device: torch.device) -> MatchPlayer:
             return player_of_run(Path(folder), "latest" if member == "latest" else "best", device=device, name=text)
         return _player_of_league(Path(folder), member, device=device)
     named = f"a player of esper ({', '.join(shipped)}), " if shipped else ""
-    choices = f"give a bot ({', '.join(ANCHORS)}), {named}the folder of a run, RUN:member of its league, or a player file"
-    raise CommandError(f"there is no player {text!r}; {did_you_mean(text, [*ANCHORS, *shipped], otherwise=choices)}")
+    choices = f"give a bot ({', '.join(BOTS)}), {named}the folder of a run, RUN:member of its league, or a player file"
+    raise CommandError(f"there is no player {text!r}; {did_you_mean(text, [*BOTS, *shipped], otherwise=choices)}")
 
 
 def player_of_run(folder: Path, which: Literal["best", "latest"], *, device: torch.device, name: str | None = None) -> MatchPlayer:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import tyro
 
-from esper.arena.config import ArenaConfig, MapSize, TeamSize
+from esper.arena.config import ArenaConfig, BotName, MapSize, TeamSize
 from esper.cli.arena_battles import (
     MAPS_OF_COMMANDS,
     MatchPlayer,
@@ -29,7 +29,7 @@ from esper.cli.arena_battles import (
 from esper.cli.command import CommandError, CommandResult
 from esper.cli.parse import parse
 from esper.config import Config, NonNegativeInt
-from esper.league.config import Anchor, ArenaTrainConfig, EvenCount, PairedBattles
+from esper.league.config import ArenaTrainConfig, EvenCount, PairedBattles
 
 if TYPE_CHECKING:
     from esper.league.league import League
@@ -69,10 +69,10 @@ DESCRIPTION = """Lets two players fight, twice on every map with sides swapped. 
   esper arena match runs/first runs/second --team-size 3
   esper arena match runs/first runs/first:update-50
 
-A and B are bots (random, weak, middle, strong, strong-v1, expert), folders of runs (their best player; RUN:latest for the last), members
-of a run's league (RUN:member; esper arena league RUN lists them) or their files in RUN/league/members, files of esper arena export, or
-names of players that come with esper. They fight in the arena that A was trained in, or else B. Players can meet when their arenas have
-the same contacts and allies; teams and maps may be of any size."""
+A and B are bots (random, weak, middle, strong, expert; middle-v1, strong-v1 and expert-v1 never change), folders of runs (their best
+player; RUN:latest for the last), members of a run's league (RUN:member; esper arena league RUN lists them) or their files in
+RUN/league/members, files of esper arena export, or names of players that come with esper. They fight in the arena that A was trained in,
+or else B. Players can meet when their arenas have the same contacts and allies; teams and maps may be of any size."""
 
 
 class MatchArguments(MatchOptions):
@@ -113,7 +113,7 @@ The score counts draws half, and its 95 % interval is over the maps. Another opp
 class ArenaEvalArguments(MatchOptions):
     player: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PLAYER")]
     """folder of a run, RUN:member, a player file, or a player that comes with esper"""
-    against: Anchor = "strong"
+    against: BotName = "strong"
     """scripted bot that it fights"""
     checkpoint: Literal["best", "latest"] = "best"
     """which player of a run"""

@@ -13,9 +13,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from esper.arena.config import BOTS
 from esper.cli import ppo_progress
 from esper.cli.ppo_progress import BAR_WIDTH
-from esper.league.config import ANCHORS
 from esper.league.events import LeagueChanged, RoundFought
 from esper.rl.events import Update
 from esper.rl.run_setup import RunStarted
@@ -87,7 +87,7 @@ class ArenaProgress(ppo_progress.PPOProgress):
         battles: dict[str, int] = {}
         for fought in self._rounds:
             for opponent, (won, drawn, lost) in fought.results.items():
-                name = opponent if opponent in (*ANCHORS, *_NOT_SHOWN) else _PAST
+                name = opponent if opponent in (*BOTS, *_NOT_SHOWN) else _PAST
                 points[name] = points.get(name, 0.0) + won + drawn / 2
                 battles[name] = battles.get(name, 0) + won + drawn + lost
         return {name: (points[name] / count, count) for name, count in battles.items() if count and name not in _NOT_SHOWN}

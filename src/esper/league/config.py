@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
-from esper.arena.config import ArenaConfig, TeamSize
+from esper.arena.config import ArenaConfig, BotName, TeamSize
 from esper.config import Config, ConfigError, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Threads, Width
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.run_config import ShownConfig
 
 PairedBattles = Annotated[int, Meta(ge=2, le=2**20, multiple_of=2)]  # battles of a match: two on every map, one from each side
 EvenCount = Annotated[int, Meta(ge=0, le=2**20, multiple_of=2)]  # the same, or 0 for no match
-# The same as `esper.arena.bots.BOTS`, which is not imported because it imports torch.
-Anchor = Literal["random", "weak", "middle", "strong", "strong-v1", "expert"]
-ANCHORS: tuple[str, ...] = get_args(Anchor)
 RATED: tuple[str, ...] = ("random", "weak", "middle", "strong-v1")  # bots that are part of every league
 
 
@@ -47,7 +44,7 @@ class SelfPlayConfig(Config):
 
     RENAMED: ClassVar = {"past_seats": "opponent_slots", "seat_rollouts": "slot_rollouts"}
 
-    bots: tuple[Anchor, ...] = ("weak", "middle", "strong-v1")  # scripted opponents
+    bots: tuple[BotName, ...] = ("weak", "middle", "strong-v1")  # scripted opponents
     bot_draw: Literal["difficulty", "even"] = "difficulty"  # draw the bot of a battle by the league's hardness, or all equally often
     bot_share: Fraction = 0.5  # share of battles against bots
     past_share: Fraction = 0.25  # share of battles against past selves
@@ -84,7 +81,7 @@ class ArenaTrainConfig(ShownConfig):
     checkpoint_every: PositiveInt = 25  # updates between checkpoints
     keep: PositiveInt = 2  # checkpoints to keep, besides the best
     eval_battles: EvenCount = 128  # battles against `eval_against` at every checkpoint, to find the best one, two on every map; 0: none
-    eval_against: Anchor = "strong"  # bot that checkpoints are evaluated against
+    eval_against: BotName = "strong"  # bot that checkpoints are evaluated against
     eval_replays: NonNegativeInt = 4  # newest evaluation battles to keep in replays/, one of each evaluation; 0: record none
     ppo: PPOConfig = PPOConfig(
         num_steps=32,

@@ -22,7 +22,7 @@ from numpy.random import Generator
 from torch import Tensor
 
 from esper.arena.arena import Arena, StepResult
-from esper.arena.bots import BOTS
+from esper.arena.config import BOTS
 from esper.league.config import SelfPlayConfig
 from esper.league.league import League
 from esper.league.players import PolicyPlayer

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from esper.arena.arena import Arena, Rewards, StepResult
-from esper.arena.bots import BOTS
+from esper.arena.config import BOTS
 from esper.arena.env import observation_spec, timestep_of
 from esper.arena.orders import as_motion
 from esper.league.config import RATED, ArenaTrainConfig

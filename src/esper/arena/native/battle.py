@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from esper.arena.native import layout as at
 from esper.arena.native.compiling import const, for_battles, inlined, scalar
-from esper.arena.native.layout import Actions, Battles, Maps, RuleBook, Rules, Tables, Views
+from esper.arena.native.layout import Battles, Choices, Maps, RuleBook, Rules, Tables, Views
 from esper.arena.native.ticks import (
     column_at,
     cool_and_balance,
@@ -23,6 +23,7 @@ from esper.arena.native.ticks import (
     hold_zone,
     is_alive,
     is_wreck,
+    living_of,
     move,
     move_shells,
     score_of,
@@ -30,7 +31,7 @@ from esper.arena.native.ticks import (
     turn,
     wear_terrain,
 )
-from esper.arena.native.views import look, look_back, mask, observe, observe_whole, sense
+from esper.arena.native.views import is_seen, look, look_back, mask, observe, observe_whole, sense
 
 ZERO, HALF, ONE, TWO = const(0.0), const(0.5), const(1.0), const(2.0)
 AHEAD = const(1e-4)  # a team is ahead by more than this many seconds
@@ -71,15 +72,14 @@ def draw(seed: int, decision: int, unit: int, stream: int) -> int:
 
 
 @scalar
-def read_orders(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions, b: int, u: int) -> None:
+def read_orders(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Choices, b: int, u: int) -> None:
     """Store the orders of a unit, and what its rewards compare with. Impossible orders are dropped."""
     row = b * s.unit.shape[2] + u
     choice, slot = actions.fire[row], actions.target[row]
     target, weapon = -1, max(choice - 1, 0)
     if choice > 0 and tables.has_weapon[weapon, u] != 0:
         target = s.contact[slot, b, u]
-        enemy = target - rules.team if u < rules.team else target
-        if target >= 0 and tables.weapon_count[at.W_IS_INSTANT, weapon] != 0 and (s.number[at.SEEN, b, u] >> enemy) & 1 == 0:
+        if target >= 0 and tables.weapon_count[at.W_IS_INSTANT, weapon] != 0 and not is_seen(s, rules, b, u, target):
             target = -1
     s.number[at.WEAPON, b, u] = weapon
     s.number[at.TARGET, b, u] = target
@@ -110,15 +110,6 @@ def nearness(s: Battles, maps: Maps, rules: Rules, b: int, u: int) -> float:
 
 
 # The end of a battle
-
-
-@scalar
-def living_of(s: Battles, b: int, first: int, team: int) -> int:
-    """Return the number of living units of a team."""
-    living = 0
-    for member in range(team):
-        living += 1 if is_alive(s, b, first + member) else 0
-    return living
 
 
 @scalar
@@ -165,7 +156,7 @@ def find_killer(s: Battles, rules: Rules, b: int, u: int) -> None:
 
 
 @scalar
-def pay(s: Battles, maps: Maps, tables: Tables, rules: Rules, b: int, u: int) -> None:
+def pay(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Choices, views: Views, task: int, b: int, u: int) -> None:
     """Store the weighted parts of a unit's reward. A unit that was dead before the decision gets those of its team only, if any."""
     weights, reward, team = tables.reward, s.reward, rules.team
     for part in range(at.REWARD_FIELDS):
@@ -222,7 +213,9 @@ def unshared(s: Battles, b: int, u: int) -> float:
 
 
 @scalar
-def share_rewards(s: Battles, tables: Tables, rules: Rules, b: int, u: int) -> None:
+def share_rewards(
+    s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Choices, views: Views, task: int, b: int, u: int
+) -> None:  # fmt: skip
     """Store what a unit is paid: its rewards after those that its team shares, less the mean of the other team's, plus the outcome."""
     if not is_paid(s, tables, b, u):
         return
@@ -317,7 +310,7 @@ def draw_team_size(s: Battles, rules: Rules, b: int) -> int:
 
 # The phases of a decision. They all have the arguments of a `PhaseFunction`.
 
-PhaseFunction = Callable[[Battles, Maps, Tables, Rules, Actions, Views, int, int, int], None]
+PhaseFunction = Callable[[Battles, Maps, Tables, Rules, Choices, Views, int, int, int], None]
 
 
 class Phase(NamedTuple):
@@ -328,7 +321,7 @@ class Phase(NamedTuple):
 
 
 @scalar
-def order(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions, views: Views, task: int, b: int, u: int) -> None:
+def order(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Choices, views: Views, task: int, b: int, u: int) -> None:
     """Store the orders of a unit."""
     if u == 0:
         s.status[at.OLD_HELD, b] = s.status[at.HELD, b]
@@ -337,7 +330,7 @@ def order(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions
 
 
 @scalar
-def steer_unit(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions, views: Views, task: int, b: int, u: int) -> None:
+def steer_unit(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Choices, views: Views, task: int, b: int, u: int) -> None:
     """Count down the timers of a unit, change its velocity, and find out how far others push it."""
     count_down(s, b, u)
     if not is_wreck(s, b, u):
@@ -348,21 +341,21 @@ def steer_unit(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Ac
 
 
 @scalar
-def move_unit(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions, views: Views, task: int, b: int, u: int) -> None:
+def move_unit(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Choices, views: Views, task: int, b: int, u: int) -> None:
     """Move a unit."""
     if not is_wreck(s, b, u):
         move(s, maps, tables, rules, b, u)
 
 
 @scalar
-def shoot(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions, views: Views, task: int, b: int, u: int) -> None:
+def shoot(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Choices, views: Views, task: int, b: int, u: int) -> None:
     """Fire the weapon of a unit and move its projectiles."""
     fire(s, tables, rules, b, u)
     move_shells(s, maps, tables, rules, b, u)
 
 
 @scalar
-def suffer(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions, views: Views, task: int, b: int, u: int) -> None:
+def suffer(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Choices, views: Views, task: int, b: int, u: int) -> None:
     """Apply the hits on a unit, then its cooling and balance."""
     if is_alive(s, b, u):
         strike(s, tables, rules, b, u)
@@ -370,13 +363,13 @@ def suffer(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Action
 
 
 @scalar
-def score(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions, views: Views, task: int, b: int, u: int) -> None:
+def hold(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Choices, views: Views, task: int, b: int, u: int) -> None:
     """Let a team hold the zone."""
     hold_zone(s, maps, tables, rules, b)
 
 
 @scalar
-def finish(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions, views: Views, task: int, b: int, u: int) -> None:
+def finish(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Choices, views: Views, task: int, b: int, u: int) -> None:
     """Find out whether the battle has ended and who killed a unit."""
     if u == 0:
         s.status[at.DECISION, b] += 1
@@ -386,25 +379,13 @@ def finish(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Action
 
 
 @scalar
-def reward(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions, views: Views, task: int, b: int, u: int) -> None:
-    """Store the parts of the reward of a unit."""
-    pay(s, maps, tables, rules, b, u)
-
-
-@scalar
-def share(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions, views: Views, task: int, b: int, u: int) -> None:
-    """Share rewards within the team."""
-    share_rewards(s, tables, rules, b, u)
-
-
-@scalar
 def begins(s: Battles, task: int, b: int) -> bool:
     """Return whether a new battle begins."""
     return bool(task == BEGIN or (task == DECIDE and s.status[at.HAS_ENDED, b] != 0))
 
 
 @scalar
-def begin(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions, views: Views, task: int, b: int, u: int) -> None:
+def begin(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Choices, views: Views, task: int, b: int, u: int) -> None:
     """Begin a new battle on its map."""
     if begins(s, task, b):
         s.status[at.EPISODE, b] += 1 if task == DECIDE else 0
@@ -412,7 +393,7 @@ def begin(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions
 
 
 @scalar
-def place(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions, views: Views, task: int, b: int, u: int) -> None:
+def place(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Choices, views: Views, task: int, b: int, u: int) -> None:
     """Put a unit on its starting position, and mend its share of the columns."""
     if begins(s, task, b):
         begin_unit(s, tables, rules, b, u, draw_team_size(s, rules, b))
@@ -420,13 +401,13 @@ def place(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions
 
 
 @scalar
-def see(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions, views: Views, task: int, b: int, u: int) -> None:
+def see(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Choices, views: Views, task: int, b: int, u: int) -> None:
     """Find the lines of sight of a unit."""
     look(s, maps, rules, b, u)
 
 
 @scalar
-def view(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions, views: Views, task: int, b: int, u: int) -> None:
+def view(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Choices, views: Views, task: int, b: int, u: int) -> None:
     """Let a unit sense and observe, and write its masks."""
     look_back(s, rules, b, u)
     sense(s, tables, rules, b, u)
@@ -437,8 +418,8 @@ def view(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions,
 
 
 ORDER_PHASES = (Phase(order),)
-TICK_PHASES = (Phase(steer_unit), Phase(move_unit), Phase(shoot), Phase(suffer), Phase(score, is_of_battle=True))
-RESULT_PHASES = (Phase(finish), Phase(reward), Phase(share))
+TICK_PHASES = (Phase(steer_unit), Phase(move_unit), Phase(shoot), Phase(suffer), Phase(hold, is_of_battle=True))
+RESULT_PHASES = (Phase(finish), Phase(pay), Phase(share_rewards))
 BEGIN_PHASES = (Phase(begin, is_of_battle=True), Phase(place))
 VIEW_PHASES = (Phase(see), Phase(view))
 
@@ -452,7 +433,7 @@ def in_turn(phases: Sequence[Phase]) -> PhaseFunction:
 
     @scalar
     def run_phase(
-        s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions, views: Views, task: int, b: int, u: int
+        s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Choices, views: Views, task: int, b: int, u: int
     ) -> None:  # fmt: skip
         for unit in range(1 if is_of_battle else s.unit.shape[2]):
             run(s, maps, tables, rules, actions, views, task, b, unit)
@@ -463,7 +444,7 @@ def in_turn(phases: Sequence[Phase]) -> PhaseFunction:
 
     @inlined
     def run_all(
-        s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions, views: Views, task: int, b: int, u: int
+        s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Choices, views: Views, task: int, b: int, u: int
     ) -> None:  # fmt: skip
         run_phase(s, maps, tables, rules, actions, views, task, b, u)
         run_others(s, maps, tables, rules, actions, views, task, b, u)
@@ -477,7 +458,7 @@ order_battle, tick_battle, end_decision, begin_battle, view_battle = map(
 
 
 @inlined
-def decide_battle(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions, views: Views, b: int) -> None:
+def decide_battle(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Choices, views: Views, b: int) -> None:
     """Run one decision of a battle: orders, ticks, terrain, end and rewards."""
     order_battle(s, maps, tables, rules, actions, views, DECIDE, b, 0)
     for _ in range(rules.ticks):
@@ -487,7 +468,7 @@ def decide_battle(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions:
 
 @inlined
 def step_battle(
-    s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, actions: Actions, views: Views, task: int, b: int
+    s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, actions: Choices, views: Views, task: int, b: int
 ) -> None:  # fmt: skip
     """Do a task with a battle, and write the views of what it is then."""
     rules = rule_book[0]
@@ -499,7 +480,7 @@ def step_battle(
 
 @for_battles
 def step_battles(
-    first: int, last: int, s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, actions: Actions, views: Views, task: int
+    first: int, last: int, s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, actions: Choices, views: Views, task: int
 ) -> None:  # fmt: skip
     """Do a task with all battles."""
     for b in range(first, last):

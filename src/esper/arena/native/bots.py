@@ -20,11 +20,11 @@ from esper.arena.native.battle import (
     draw,
 )  # fmt: skip
 from esper.arena.native.compiling import const, f32, floor, for_battles, scalar
-from esper.arena.native.layout import Actions, Battles, Bytes, Ints, Longs, Maps, RuleBook, Rules, Tables, Views
-from esper.arena.native.ticks import can_act, column_at, floor_at, is_alive, material_at, score_of
-from esper.arena.native.views import FAR, next_nearest, reaches
+from esper.arena.native.layout import Battles, Bytes, Choices, Ints, Longs, Maps, RuleBook, Rules, Tables, Views
+from esper.arena.native.ticks import can_act, column_at, floor_at, material_at, score_of
+from esper.arena.native.views import FAR, is_helpless, is_seen, living_allies, next_nearest, reaches
 from esper.arena.observe import CELL_M
-from esper.arena.routes import STEPS
+from esper.arena.routes import ARRIVED
 from esper.arena.specs import CLASSES, Material
 
 ZERO, ONE, TWO, HALF, SMALL = const(0.0), const(1.0), const(2.0), const(0.5), const(1e-3)
@@ -38,7 +38,6 @@ SWAY_DECISIONS = 4  # decisions between two random changes of the sideways direc
 READY_WITHIN = 4  # ticks
 ROAM_DECISIONS = 4  # decisions for which a unit roams
 STREAM_ROAM, STREAM_SIDE = 16, 17  # streams of random numbers, after those of `battle`
-NO_STEP = len(STEPS)  # value of Maps.way in the zone
 LAVA = int(Material.LAVA)
 NEAR_M = const(10.0)  # distance at which an ally counts as near a contact
 FIGHT_M = const(12.0)  # distance within which units count for the comparison of forces
@@ -66,7 +65,7 @@ def yaw_towards(x: float, y: float, cos: float, sin: float) -> float:
 
 @scalar
 def period(s: Battles, b: int, decisions: int) -> int:
-    """Return a number that changes with every battle of a place, and after every so many decisions."""
+    """Return a number that changes with every battle of a place, and after every `decisions` decisions."""
     return int(s.status[at.EPISODE, b]) * MOST_DECISIONS + int(s.status[at.DECISION, b]) // decisions
 
 
@@ -78,8 +77,17 @@ def coin(s: Battles, b: int, u: int, salt: int) -> float:
 
 
 @scalar
+def order_direction(s: Battles, actions: Choices, x: float, y: float, b: int, u: int) -> None:
+    """Order a motion in a direction, cut to what orders can be, ahead and aside each."""
+    cos, sin = s.unit[at.COS, b, u], s.unit[at.SIN, b, u]
+    row = b * s.unit.shape[2] + u
+    actions.motion[row, 0] = min(max(x * cos + y * sin, -ONE), ONE)
+    actions.motion[row, 1] = min(max(x * sin - y * cos, -ONE), ONE)
+
+
+@scalar
 def act_scripted(
-    s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions, bot: int, flip: float, b: int, u: int
+    s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Choices, bot: int, flip: float, b: int, u: int
 ) -> None:  # fmt: skip
     """Write the actions of a scripted bot. `flip` is 1 or -1, the side to which it sways."""
     skill = tables.skill
@@ -101,8 +109,8 @@ def act_scripted(
                 continue
             other = s.contact[slot, b, u]
             value = tables.weapon[at.W_WORTH, weapon] if picks else ONE / (ONE + f32(weapon))
-            if picks and weapon == at.PAINTER and s.number[at.PAINTED, b, other] > 0:
-                value = ZERO
+            if picks and weapon == at.PAINTER:
+                value = ZERO if s.number[at.PAINTED, b, other] > 0 else skill[bot, at.PAINT]
             if has_tactics:
                 value = value * (ONE + skill[bot, at.FOCUS] * (ONE - s.unit[at.HIT_POINTS, b, other] / TOUGHEST))
             else:
@@ -124,7 +132,7 @@ def act_scripted(
     if has_tactics:
         if has_contact and distance < CLOSE_M:
             is_hurt = s.unit[at.HIT_POINTS, b, u] < HURT_SHARE * tables.unit[at.FULL_HIT_POINTS, u]
-            wanted_m = tables.unit[at.LIKED_M, u] * skill[bot, at.SPACING]
+            wanted_m = skill[bot, at.LIKED_SCOUT_M + tables.unit_count[at.KIND, u]] * skill[bot, at.SPACING]
             if is_hurt or heat > HOT_SHARE * cap:
                 wanted_m = wanted_m + skill[bot, at.RETREAT_M]
             gap = min(max(distance - wanted_m, -GAP_M), GAP_M) / GAP_M
@@ -145,25 +153,21 @@ def act_scripted(
     actions.fire[row] = best_weapon + 1 if has_target and not vents else 0
     actions.target[row] = best_slot
     actions.vent[row] = 1 if vents else 0
-    actions.motion[row, 0] = min(max(wanted_x * cos + wanted_y * sin, -ONE), ONE)
-    actions.motion[row, 1] = min(max(wanted_x * sin - wanted_y * cos, -ONE), ONE)
+    order_direction(s, actions, wanted_x, wanted_y, b, u)
     actions.motion[row, 2] = yaw
     actions.motion[row, 3] = -ONE
 
 
 @scalar
-def roam(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions, chance: float, salt: int, b: int, u: int) -> None:
+def roam(s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Choices, chance: float, salt: int, b: int, u: int) -> None:
     """Change the direction in which a unit with contacts goes, in a share of the seconds: to the zone, in the zone to any side."""
     word = draw(s.seed[b] + salt, period(s, b, ROAM_DECISIONS), u, STREAM_ROAM)
     if f32(word >> 8) * FROM_24_BITS >= chance or s.contact[0, b, u] < 0:
         return
     way = int(maps.way[s.status[at.MAP, b], column_at(s.unit[at.X, b, u], s.unit[at.Y, b, u], rules)])
-    if way == NO_STEP:
+    if way == ARRIVED:
         way = word & 7
-    cos, sin = s.unit[at.COS, b, u], s.unit[at.SIN, b, u]
-    row = b * s.unit.shape[2] + u
-    actions.motion[row, 0] = min(max(tables.direction[0, way] * cos + tables.direction[1, way] * sin, -ONE), ONE)
-    actions.motion[row, 1] = min(max(tables.direction[0, way] * sin - tables.direction[1, way] * cos, -ONE), ONE)
+    order_direction(s, actions, tables.direction[0, way], tables.direction[1, way], b, u)
 
 
 # The expert
@@ -188,26 +192,10 @@ def distance_to(s: Battles, b: int, u: int, other: int) -> float:
 
 
 @scalar
-def is_seen(s: Battles, rules: Rules, b: int, u: int, other: int) -> bool:
-    """Return whether a unit sees an enemy."""
-    enemy = other - rules.team if u < rules.team else other
-    return bool((s.number[at.SEEN, b, u] >> enemy) & 1 != 0)
-
-
-@scalar
-def is_helpless(s: Battles, b: int, u: int) -> bool:
-    """Return whether a unit has fallen or is shut down."""
-    return bool(s.number[at.FALLEN, b, u] > 0 or s.number[at.IS_SHUT_DOWN, b, u] != 0)
-
-
-@scalar
 def find_allies(s: Battles, rules: Rules, b: int, u: int) -> int:
     """Return the allies that a unit observes, the nearest ones, as bits; bit e is the e-th unit of its team."""
     first = 0 if u < rules.team else rules.team
-    living = 0
-    for member in range(rules.team):
-        if first + member != u and is_alive(s, b, first + member):
-            living |= 1 << member
+    living = living_allies(s, rules, b, u)
     observed, last, last_square = 0, -1, -ONE
     for _ in range(rules.allies):
         last, last_square = next_nearest(s, b, u, first, rules.team, living, last, last_square)
@@ -405,7 +393,7 @@ def wants_smoke(s: Battles, tables: Tables, rules: Rules, bot: int, slot: int, b
 
 
 @scalar
-def order_motion(s: Battles, rules: Rules, actions: Actions, x: float, y: float, b: int, u: int) -> None:
+def order_motion(s: Battles, rules: Rules, actions: Choices, x: float, y: float, b: int, u: int) -> None:
     """Order a velocity, as a share of the full speed, exactly in its direction. It is slower where the unit cannot go as fast."""
     cos, sin = s.unit[at.COS, b, u], s.unit[at.SIN, b, u]
     ahead, left = x * cos + y * sin, y * cos - x * sin
@@ -421,7 +409,7 @@ def order_motion(s: Battles, rules: Rules, actions: Actions, x: float, y: float,
 
 @scalar
 def act_expert(
-    s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Actions, bot: int, salt: int, b: int, u: int
+    s: Battles, maps: Maps, tables: Tables, rules: Rules, actions: Choices, bot: int, salt: int, b: int, u: int
 ) -> None:  # fmt: skip
     """Write the actions of the expert."""
     skill, row = tables.skill, b * s.unit.shape[2] + u
@@ -501,7 +489,7 @@ def nth_allowed(allowed: Bytes, word: int) -> int:
 
 
 @scalar
-def act_random(s: Battles, views: Views, actions: Actions, salt: int, b: int, u: int) -> None:
+def act_random(s: Battles, views: Views, actions: Choices, salt: int, b: int, u: int) -> None:
     """Write uniformly random allowed actions."""
     row = b * s.unit.shape[2] + u
     seed, moment = s.seed[b] + salt, period(s, b, 1)
@@ -515,7 +503,7 @@ def act_random(s: Battles, views: Views, actions: Actions, salt: int, b: int, u:
 
 @scalar
 def act_unit(
-    s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, views: Views, actions: Actions, bots: Ints, salts: Longs, b: int, u: int
+    s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, views: Views, actions: Choices, bots: Ints, salts: Longs, b: int, u: int
 ) -> None:  # fmt: skip
     """Write the actions of the bot of a unit."""
     rules, salt = rule_book[0], salts[0]
@@ -535,7 +523,7 @@ def act_unit(
 
 @for_battles
 def act_bots(
-    first: int, last: int, s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, views: Views, actions: Actions, bots: Ints,
+    first: int, last: int, s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, views: Views, actions: Choices, bots: Ints,
     salts: Longs,
 ) -> None:  # fmt: skip
     """Write the actions of bots. `bots` [2, B] are their indices by team and battle; -1 leaves the actions of a team as they are.

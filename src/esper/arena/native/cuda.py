@@ -43,7 +43,7 @@ from esper.arena.native.battle import (
 )
 from esper.arena.native.bots import act_unit
 from esper.arena.native.compiling import CACHE
-from esper.arena.native.layout import Actions, Battles, Ints, Longs, Maps, RuleBook, Tables, Views
+from esper.arena.native.layout import Battles, Choices, Ints, Longs, Maps, RuleBook, Tables, Views
 from esper.arena.specs import PHYSICS
 from esper.jit import cached_in, no_garbage_collection
 
@@ -77,7 +77,7 @@ run, is_of_battle = ORDER_PHASES[0]
 
 
 def run_phase(
-    s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, actions: Actions, views: Views, task: int, battles: int
+    s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, actions: Choices, views: Views, task: int, battles: int
 ) -> None:  # fmt: skip
     """Run a phase, with one thread for each unit, or for each battle where the phase belongs to it."""
     units = 1 if is_of_battle else s.unit.shape[2]
@@ -87,7 +87,7 @@ def run_phase(
 
 
 def run_bots(
-    s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, views: Views, actions: Actions, bots: Ints, salts: Longs, battles: int
+    s: Battles, maps: Maps, tables: Tables, rule_book: RuleBook, views: Views, actions: Choices, bots: Ints, salts: Longs, battles: int
 ) -> None:  # fmt: skip
     """Write the actions of bots, with one thread for each unit."""
     index, units = cuda.grid(1), s.unit.shape[2]
@@ -139,7 +139,7 @@ def announced() -> Iterator[None]:
 
 # Launches
 
-Arguments = tuple[Any, ...]  # state, maps, tables, rules, actions and views on the device
+KernelArguments = tuple[Any, ...]  # state, maps, tables, rules, actions and views on the device
 
 
 class CudaKernels:
@@ -149,26 +149,26 @@ class CudaKernels:
         require_cuda()
         self.battles, self.units = battles, units
 
-    def compile(self, arguments: Arguments, bots: Any, salts: Any) -> None:
+    def compile(self, arguments: KernelArguments, bots: Any, salts: Any) -> None:
         """Compile and load the kernels by launching them for no battle, because neither can be done while a graph is recorded."""
         with announced(), no_garbage_collection():
             self._launch_phases(arguments, DECIDE, battles=0)
             self._launch_bots(arguments, arguments[4], bots, salts, battles=0)
 
-    def run(self, arguments: Arguments, task: int) -> None:
+    def run(self, arguments: KernelArguments, task: int) -> None:
         """Do a task of `esper.arena.native.battle` with all battles."""
         self._launch_phases(arguments, task, battles=self.battles)
 
-    def _launch_phases(self, arguments: Arguments, task: int, *, battles: int) -> None:
+    def _launch_phases(self, arguments: KernelArguments, task: int, *, battles: int) -> None:
         phases = (*ORDER_PHASES, *(TICK_PHASES * PHYSICS.ticks_per_decision), *RESULT_PHASES) if task in (DECIDE, DECIDE_ONLY) else ()
         for phase in (*phases, *BEGIN_PHASES, *VIEW_PHASES):
             launch(phase_kernel(phase), battles if phase.is_of_battle else battles * self.units, *arguments, task, battles)
 
-    def act(self, arguments: Arguments, actions: Any, bots: Any, salts: Any) -> None:
+    def act(self, arguments: KernelArguments, actions: Any, bots: Any, salts: Any) -> None:
         """Write the actions of bots. `bots` [2, B] are their indices by team and battle, `salts` [1] is added to their seeds."""
         self._launch_bots(arguments, actions, bots, salts, battles=self.battles)
 
-    def _launch_bots(self, arguments: Arguments, actions: Any, bots: Any, salts: Any, *, battles: int) -> None:
+    def _launch_bots(self, arguments: KernelArguments, actions: Any, bots: Any, salts: Any, *, battles: int) -> None:
         s, maps, tables, rules, _, views = arguments
         launch(kernel(run_bots), battles * self.units, s, maps, tables, rules, views, actions, bots, salts, battles)
 

@@ -1,4 +1,4 @@
-"""Arrays of native battles: state, maps, tables of the rules, and the names of their fields.
+"""The arrays of battles: state, maps, tables of the rules, and the names of their fields.
 
 Compiled functions take these named tuples as arguments and allocate nothing. All numbers with a fraction are float32.
 
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.arena.bots import BOTS, SKILLS, Expertise, Tactics
-from esper.arena.config import ArenaConfig, life_ticks, ticks
+from esper.arena.bots import SKILLS, Expertise, Tactics
+from esper.arena.config import BOTS, ArenaConfig, life_ticks, ticks
 from esper.arena.observe import CELL_M, MATERIAL_SIGNALS, VIEW, observation_width, state_width
 from esper.arena.routes import STEPS
 from esper.arena.specs import CLASSES, CLIMB_M, CLOUDS, MATERIALS, PHYSICS, ROLES, WEAPONS, Material
@@ -75,7 +75,7 @@ DESTROYED = 255  # value of Battles.worn for a destroyed column
 ) = range(10)  # fmt: skip
 
 # Fields of Tables
-MAX_SPEED, YAW_RATE, JET_THRUST, FULL_HIT_POINTS, FULL_LEGS, HEAT_CAP, COOLING, TONS, RADAR, LIKED_M = range(10)  # of unit
+MAX_SPEED, YAW_RATE, JET_THRUST, FULL_HIT_POINTS, FULL_LEGS, HEAT_CAP, COOLING, TONS, RADAR = range(9)  # of unit
 KIND, ROLE = range(2)  # of unit_count
 W_DAMAGE, W_RANGE, W_PAINTED_RANGE, W_HEAT, W_ARC_COS, W_STABILITY, W_SPEED, W_SPLASH, W_TARGET_HEAT, W_LEG_SHARE, W_WORTH = range(11)
 W_COOLDOWN, W_LIFE, W_IS_INSTANT, W_IS_HOMING, W_IS_BALLISTIC, W_SUPPRESSES, W_PAINTS, W_SMOKES = range(8)  # of weapon_count
@@ -84,7 +84,6 @@ HEIGHT_STEP = 1 / 16  # metres; unit of C_FLOOR, the height that carries units a
 M_HEAT, M_DAMAGE, M_SPEED, M_SIGNAL = range(4)  # of material
 PAINTER, SMOKE = list(WEAPONS).index("painter"), list(WEAPONS).index("smoke")
 WEAPON_KINDS, CLASS_KINDS, ROLE_KINDS = len(WEAPONS), len(CLASSES), len(ROLES)
-LIKED_BY_CLASS = {"scout": 7.0, "light": 4.0, "medium": 7.0, "heavy": 8.0}  # distance to enemies that the strong bot prefers
 
 
 class Battles(NamedTuple):
@@ -191,8 +190,8 @@ class Rules(Protocol):
 RuleBook = np.recarray[Any, Any]  # [1], a record with the fields of Rules
 
 
-class Actions(NamedTuple):
-    """Choices of all units, [B·U] each; motion is [B·U, 4]."""
+class Choices(NamedTuple):
+    """The actions of all units, [B·U] each; motion is [B·U, 4]."""
 
     fire: Longs
     target: Longs
@@ -240,11 +239,11 @@ def make_battles(config: ArenaConfig, battles: int) -> Battles:
     )
 
 
-def make_actions(config: ArenaConfig, battles: int) -> Actions:
+def make_actions(config: ArenaConfig, battles: int) -> Choices:
     """Return actions with which all units stand still and do nothing."""
     rows = battles * config.units
     fire, target, vent = (np.zeros(rows, np.int64) for _ in range(3))
-    return Actions(fire, target, vent, motion=np.zeros((rows, 4), np.float32))
+    return Choices(fire, target, vent, motion=np.zeros((rows, 4), np.float32))
 
 
 def make_views(config: ArenaConfig, battles: int) -> Views:
@@ -287,18 +286,17 @@ def make_maps(height: Floats, material: NDArray[np.int8], way: NDArray[np.int8],
     )
 
 
-def make_native_tables(config: ArenaConfig, spawns: Floats) -> Tables:
+def make_tables(config: ArenaConfig, spawns: Floats) -> Tables:
     """Return the tables of the units of this config, and of all weapons, materials and bots. `spawns` is [U, 2]."""
     units = [CLASSES[name] for name in config.unit_classes]
-    weapons, materials = list(WEAPONS.values()), [MATERIALS[kind] for kind in Material]
+    weapons = list(WEAPONS.values())
     names = list(CLASSES)
-    # Damage per tick; bots count one shot in a decision. The painter does no damage, so it gets a value by hand.
+    # Damage per tick; bots count one shot in a decision.
     worth = [one.damage / max(ticks(one.cooldown_s), PHYSICS.ticks_per_decision) for one in weapons]
-    worth[PAINTER] = 0.9
     unit_rows = [
         [one.max_speed_mps, one.yaw_radps, one.jets_mps2, one.hit_points, one.leg_points, one.heat_cap, one.cooling_per_s, one.tons,
-         one.radar_quality, LIKED_BY_CLASS[name]]
-        for one, name in zip(units, config.unit_classes, strict=True)
+         one.radar_quality]
+        for one in units
     ]  # fmt: skip
     weapon_rows = [
         [one.damage, one.range_m, one.painted_range_m or one.range_m, one.heat, math.cos(math.radians(one.arc_deg / 2)),
@@ -310,8 +308,8 @@ def make_native_tables(config: ArenaConfig, spawns: Floats) -> Tables:
          ticks(one.paints_s), ticks(one.smoke_s)]
         for one in weapons
     ]  # fmt: skip
-    material_rows = [[one.heat_per_s, one.damage_per_s, one.speed_factor, MATERIAL_SIGNALS[kind]] for kind, one in MATERIALS.items()]
-    assert len(materials) == len(material_rows)
+    materials = [(MATERIALS[kind], MATERIAL_SIGNALS[kind]) for kind in Material]
+    material_rows = [[one.heat_per_s, one.damage_per_s, one.speed_factor, signal] for one, signal in materials]
     steps = np.array([*STEPS, (0, 0)], np.float32)
     lengths = np.maximum(np.sqrt((steps * steps).sum(1, keepdims=True)), np.float32(1e-12))
     weights = config.reward
@@ -338,9 +336,9 @@ def _cells() -> Floats:
 
 # Fields of Tables.skill: those of Skill, Tactics and Expertise
 (
-    KEEPS_MOVING, PICKS_WEAPON, VENTS_AT, ROAMS, HAS_TACTICS, FOCUS, CAUTION, IDLE_VENTS_AT, SPACING, RETREAT_M, SWAY, PULL, IS_EXPERT,
-    SKILL_FIELDS,
-) = range(14)  # fmt: skip
+    KEEPS_MOVING, PICKS_WEAPON, VENTS_AT, PAINT, ROAMS, HAS_TACTICS, FOCUS, CAUTION, IDLE_VENTS_AT, SPACING,
+    LIKED_SCOUT_M, LIKED_LIGHT_M, LIKED_MEDIUM_M, LIKED_HEAVY_M, RETREAT_M, SWAY, PULL, IS_EXPERT, SKILL_FIELDS,
+) = range(19)  # fmt: skip
 EXPERT: Any = Expertise(*range(SKILL_FIELDS, SKILL_FIELDS + len(Expertise._fields)))  # EXPERT.focus is the index of that setting
 RANDOM_BOT = BOTS.index("random")
 
@@ -351,7 +349,7 @@ def _skills() -> Floats:
         skill = SKILLS.get(name)
         if skill is not None:
             has_tactics, is_expert = skill.tactics is not None, skill.expertise is not None
-            own = (skill.keeps_moving, skill.picks_weapon, skill.vents_at, skill.roams)
+            own = (skill.keeps_moving, skill.picks_weapon, skill.vents_at, skill.paint, skill.roams)
             rows[index] = (*own, has_tactics, *(skill.tactics or Tactics()), is_expert, *(skill.expertise or Expertise()))
     return rows
 

@@ -27,16 +27,16 @@ from esper.arena.native import layout as at
 from esper.arena.native.battle import BEGIN, DECIDE, DECIDE_ONLY, LOOK, step_battles
 from esper.arena.native.bots import act_bots
 from esper.arena.native.layout import (
-    Actions,
     Battles,
+    Choices,
     Maps,
     Tables,
     Views,
     make_actions,
     make_battles,
     make_maps,
-    make_native_tables,
     make_rules,
+    make_tables,
     make_views,
 )
 from esper.arena.specs import WEAPONS
@@ -69,7 +69,7 @@ class Simulation:
             _tensors(make(config, battles), device) for make in (make_battles, make_actions, make_views)
         )
         self.maps: Any = Maps(*_tensors(_maps(grids), device).values())  # type: ignore[arg-type]
-        self.tables: Any = Tables(*_tensors(make_native_tables(config, spawns), device).values())  # type: ignore[arg-type]
+        self.tables: Any = Tables(*_tensors(make_tables(config, spawns), device).values())  # type: ignore[arg-type]
         self.rules: Any = make_rules(config)
         self.status, self.number, self.unit = (self.state[name] for name in ("status", "number", "unit"))
         self._cuda: Any = None
@@ -82,7 +82,7 @@ class Simulation:
             self._cuda = CudaKernels(battles=battles, units=config.units)
             self.rules = rules_on_device(self.rules, device)
         fixed = _arrays(Maps, self.maps._asdict()), _arrays(Tables, self.tables._asdict()), self.rules
-        self._arguments: Any = (_arrays(Battles, self.state), *fixed, _arrays(Actions, self.actions), _arrays(Views, self.views))
+        self._arguments: Any = (_arrays(Battles, self.state), *fixed, _arrays(Choices, self.actions), _arrays(Views, self.views))
         (self._salts,) = _arrays(tuple, {"salt": self._salt})
         if self._cuda is not None:
             bots = torch.zeros(2, battles, dtype=torch.int32, device=device)
@@ -130,12 +130,12 @@ class Simulation:
             if key not in self._acts:
                 if len(self._acts) == MOST_GRAPHS:
                     del self._acts[next(iter(self._acts))]  # the oldest one
-                self._acts[key] = GraphedCall(self.device), _arrays(Actions, given), *_arrays(tuple, {"bots": bots})
+                self._acts[key] = GraphedCall(self.device), _arrays(Choices, given), *_arrays(tuple, {"bots": bots})
             act, actions, indices = self._acts[key]
             act(lambda: self._cuda.act(self._arguments, actions, indices, self._salts))
         else:
             state, maps, tables, rules, _, views = self._arguments
-            act_bots(state, maps, tables, rules, views, _arrays(Actions, given), bots.numpy(), self._salts)
+            act_bots(state, maps, tables, rules, views, _arrays(Choices, given), bots.numpy(), self._salts)
 
     def saved(self, battles: Sequence[int]) -> Saved:
         """Return copies of the states of some battles [K, ...], on the CPU."""
@@ -187,7 +187,7 @@ def compile_bots() -> None:
     config = ArenaConfig(battles=1, maps=1, size=16, team_size=1)
     floats, bytes_ = np.zeros((1, 16, 16), np.float32), np.zeros((1, 16, 16), np.int8)
     maps = make_maps(floats, bytes_, bytes_, floats, np.ones(1, np.float32))
-    tables = make_native_tables(config, spawn_points(1, size=16).flatten(0, 1).numpy())
+    tables = make_tables(config, spawn_points(1, size=16).flatten(0, 1).numpy())
     actions, views = make_actions(config, 1), make_views(config, 1)
     bots, salts = np.zeros((2, 1), np.int32), np.zeros(1, np.int64)
     act_bots.compile(make_battles(config, 1), maps, tables, make_rules(config), views, actions, bots, salts)
@@ -206,7 +206,7 @@ def _maps(grids: Grids) -> Maps:
     return make_maps(*(grid.numpy() for grid in (grids.height, grids.material, grids.way, grids.route_m, grids.zone_radius)))
 
 
-def _tensors(arrays: Battles | Maps | Tables | Actions | Views, device: torch.device) -> dict[str, Tensor]:
+def _tensors(arrays: Battles | Maps | Tables | Choices | Views, device: torch.device) -> dict[str, Tensor]:
     """Return arrays as tensors by name, on a CPU of the same memory. Bytes of views are flags."""
     found = {name: torch.from_numpy(array).to(device) for name, array in zip(arrays._fields, arrays, strict=True)}
     if isinstance(arrays, Views):

@@ -60,6 +60,15 @@ def can_act(s: Battles, b: int, u: int) -> bool:
 
 
 @scalar
+def living_of(s: Battles, b: int, first: int, team: int) -> int:
+    """Return the number of living units of a team."""
+    living = 0
+    for member in range(team):
+        living += 1 if is_alive(s, b, first + member) else 0
+    return living
+
+
+@scalar
 def is_wreck(s: Battles, b: int, u: int) -> bool:
     """Return whether a unit is dead and has come to rest on the ground, where it stays. Units that do not take part are wrecks too."""
     is_at_rest = abs(s.unit[at.VELOCITY_X, b, u]) + abs(s.unit[at.VELOCITY_Y, b, u]) < REST_MPS

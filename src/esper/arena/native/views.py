@@ -10,7 +10,7 @@ import math
 from esper.arena.native import layout as at
 from esper.arena.native.compiling import ceiling, const, f32, floor, i32, scalar
 from esper.arena.native.layout import Battles, Floats, Maps, Rules, Tables, Views
-from esper.arena.native.ticks import HEIGHT_STEP, column_at, floor_at, is_alive, score_of
+from esper.arena.native.ticks import HEIGHT_STEP, can_act, column_at, floor_at, is_alive, living_of, score_of
 from esper.arena.observe import ALLY, CONTACT, VIEW, width
 
 ZERO, HALF, ONE, FOUR, FIVE, TEN, TWENTY = const(0.0), const(0.5), const(1.0), const(4.0), const(5.0), const(10.0), const(20.0)
@@ -153,6 +153,19 @@ def look_back(s: Battles, rules: Rules, b: int, u: int) -> None:
 
 
 @scalar
+def is_seen(s: Battles, rules: Rules, b: int, u: int, other: int) -> bool:
+    """Return whether a unit sees an enemy."""
+    enemy = other - rules.team if u < rules.team else other
+    return bool((s.number[at.SEEN, b, u] >> enemy) & 1 != 0)
+
+
+@scalar
+def is_helpless(s: Battles, b: int, u: int) -> bool:
+    """Return whether a unit has fallen or is shut down."""
+    return bool(s.number[at.FALLEN, b, u] > 0 or s.number[at.IS_SHUT_DOWN, b, u] != 0)
+
+
+@scalar
 def sense(s: Battles, tables: Tables, rules: Rules, b: int, u: int) -> None:
     """Store which enemies a unit senses: by sight, radar, heat and paint. Order them by distance as its contacts."""
     team = rules.team
@@ -191,6 +204,17 @@ def next_nearest(s: Battles, b: int, u: int, first: int, team: int, among: int, 
     return found, found_square
 
 
+@scalar
+def living_allies(s: Battles, rules: Rules, b: int, u: int) -> int:
+    """Return the living units of a unit's team without itself, as bits; bit e is the e-th unit of its team."""
+    first = 0 if u < rules.team else rules.team
+    living = 0
+    for member in range(rules.team):
+        if first + member != u and is_alive(s, b, first + member):
+            living |= 1 << member
+    return living
+
+
 # Masks
 
 
@@ -200,8 +224,7 @@ def reaches(s: Battles, tables: Tables, rules: Rules, b: int, u: int, weapon: in
     other = s.contact[slot, b, u]
     if other < 0:
         return False
-    enemy = other - rules.team if u < rules.team else other
-    if tables.weapon_count[at.W_IS_INSTANT, weapon] != 0 and (s.number[at.SEEN, b, u] >> enemy) & 1 == 0:
+    if tables.weapon_count[at.W_IS_INSTANT, weapon] != 0 and not is_seen(s, rules, b, u, other):
         return False
     field = at.W_PAINTED_RANGE if s.number[at.PAINTED, b, other] > 0 else at.W_RANGE
     return bool(math.sqrt(square_between(s, b, u, other)) <= tables.weapon[field, weapon])
@@ -211,8 +234,8 @@ def reaches(s: Battles, tables: Tables, rules: Rules, b: int, u: int, weapon: in
 def mask(s: Battles, tables: Tables, rules: Rules, views: Views, b: int, u: int) -> None:
     """Write the allowed choices of a unit. An irrelevant head has one allowed choice too."""
     row = b * s.unit.shape[2] + u
-    lives, is_down = is_alive(s, b, u), s.number[at.IS_SHUT_DOWN, b, u] != 0
-    is_ready = lives and s.number[at.FALLEN, b, u] == 0 and not is_down
+    is_ready = can_act(s, b, u)
+    can_vent = is_alive(s, b, u) and s.number[at.IS_SHUT_DOWN, b, u] == 0 and s.unit[at.HEAT, b, u] > ZERO
     views.fire[row, 0] = 1
     for slot in range(rules.contacts):
         views.target[row, 0, slot] = 1 if slot == 0 else 0
@@ -226,7 +249,7 @@ def mask(s: Battles, tables: Tables, rules: Rules, views: Views, b: int, u: int)
             views.target[row, 1 + weapon, 0] = 1
         views.fire[row, 1 + weapon] = 1 if can_reach and is_ready and tables.has_weapon[weapon, u] != 0 else 0
     views.vent[row, 0] = 1
-    views.vent[row, 1] = 1 if lives and not is_down and s.unit[at.HEAT, b, u] > ZERO else 0
+    views.vent[row, 1] = 1 if can_vent else 0
 
 
 # Observations
@@ -253,16 +276,6 @@ def put_one_hot(row: Floats, place: int, choice: int, kinds: int) -> int:
     for index in range(kinds):
         row[place + index] = ONE if index == choice else ZERO
     return place + kinds
-
-
-@scalar
-def living_share(s: Battles, b: int, first: int, team: int) -> float:
-    """Return the share of units of a team that are alive."""
-    living = 0
-    for member in range(team):
-        if is_alive(s, b, first + member):
-            living += 1
-    return f32(living) / f32(team)
 
 
 @scalar
@@ -308,8 +321,8 @@ def put_own(s: Battles, maps: Maps, tables: Tables, rules: Rules, row: Floats, b
     place = put(row, place, min(maps.route_m[which, column], FOUR * f32(rules.side)) / f32(rules.side))
     own = 0 if u < team else 1
     place = put_battle(s, maps, rules, row, b, own, place)
-    place = put(row, place, living_share(s, b, own * team, team))
-    return put(row, place, living_share(s, b, (1 - own) * team, team))
+    place = put(row, place, f32(living_of(s, b, own * team, team)) / f32(team))
+    return put(row, place, f32(living_of(s, b, (1 - own) * team, team)) / f32(team))
 
 
 @scalar
@@ -360,16 +373,14 @@ def put_contacts(s: Battles, tables: Tables, rules: Rules, row: Floats, b: int, 
         if other < 0:
             place = put_nothing(row, place, CONTACT_WIDTH)
             continue
-        enemy = other - rules.team if u < rules.team else other
         place = put(row, place, ONE)
-        place = put(row, place, f32((s.number[at.SEEN, b, u] >> enemy) & 1))
+        place = put(row, place, ONE if is_seen(s, rules, b, u, other) else ZERO)
         place = put_place(s, row, b, u, other, place)
         x, y = s.unit[at.X, b, other] - s.unit[at.X, b, u], s.unit[at.Y, b, other] - s.unit[at.Y, b, u]
         place = put_turned(row, place, cos, sin, x, y, max(math.sqrt(x * x + y * y), TWENTY * TINY))
         place = put_turned(row, place, cos, sin, s.unit[at.VELOCITY_X, b, other], s.unit[at.VELOCITY_Y, b, other], TEN)
         place = put_condition(s, tables, row, b, u, other, place)
-        is_helpless = s.number[at.FALLEN, b, other] > 0 or s.number[at.IS_SHUT_DOWN, b, other] != 0
-        place = put(row, place, ONE if is_helpless else ZERO)
+        place = put(row, place, ONE if is_helpless(s, b, other) else ZERO)
         place = put(row, place, ONE if s.number[at.PAINTED, b, other] > 0 else ZERO)
     return place
 
@@ -378,10 +389,7 @@ def put_contacts(s: Battles, tables: Tables, rules: Rules, row: Floats, b: int, 
 def put_allies(s: Battles, tables: Tables, rules: Rules, row: Floats, b: int, u: int, place: int) -> int:
     """Write the living units of the own team, nearest first; zeros in empty slots."""
     first = 0 if u < rules.team else rules.team
-    among = 0
-    for member in range(rules.team):
-        if first + member != u and is_alive(s, b, first + member):
-            among |= 1 << member
+    among = living_allies(s, rules, b, u)
     last, last_square = -1, -ONE
     for _ in range(rules.allies):
         last, last_square = next_nearest(s, b, u, first, rules.team, among, last, last_square)
@@ -396,7 +404,7 @@ def put_allies(s: Battles, tables: Tables, rules: Rules, row: Floats, b: int, u:
 
 
 @scalar
-def put_terrain(s: Battles, maps: Maps, tables: Tables, rules: Rules, row: Floats, b: int, u: int, place: int) -> int:
+def put_terrain(s: Battles, maps: Maps, tables: Tables, rules: Rules, row: Floats, b: int, u: int, place: int) -> None:
     """Write the terrain around a unit: rows of cells from behind to ahead, each row from right to left."""
     x, y, z = s.unit[at.X, b, u], s.unit[at.Y, b, u], s.unit[at.Z, b, u]
     cos, sin = s.unit[at.COS, b, u], s.unit[at.SIN, b, u]
@@ -414,19 +422,19 @@ def put_terrain(s: Battles, maps: Maps, tables: Tables, rules: Rules, row: Float
         row[place + 3 * cell] = min(max((ground - z) / FOUR, -ONE), ONE)
         row[place + 3 * cell + 1] = min(max((top - z) / FOUR, ZERO), ONE)
         row[place + 3 * cell + 2] = signal
-    return place + 3 * CELLS
 
 
 @scalar
-def observe(s: Battles, maps: Maps, tables: Tables, rules: Rules, views: Views, b: int, u: int) -> int:
-    """Write the observation of a unit and return its width. Dead units observe zeros."""
+def observe(s: Battles, maps: Maps, tables: Tables, rules: Rules, views: Views, b: int, u: int) -> None:
+    """Write the observation of a unit. Dead units observe zeros."""
     row = views.observation[b, u]
     if not is_alive(s, b, u):
-        return put_nothing(row, 0, row.shape[0])
+        put_nothing(row, 0, row.shape[0])
+        return
     place = put_own(s, maps, tables, rules, row, b, u, 0)
     place = put_contacts(s, tables, rules, row, b, u, place)
     place = put_allies(s, tables, rules, row, b, u, place)
-    return put_terrain(s, maps, tables, rules, row, b, u, place)
+    put_terrain(s, maps, tables, rules, row, b, u, place)
 
 
 @scalar
@@ -436,12 +444,11 @@ def observe_whole(s: Battles, maps: Maps, tables: Tables, rules: Rules, views: V
     side, team, place = ONE if u < rules.team else -ONE, rules.team, 0
     for index in range(2 * team):
         other = index if u < team else (index + team) % (2 * team)
-        is_helpless = s.number[at.FALLEN, b, other] > 0 or s.number[at.IS_SHUT_DOWN, b, other] != 0
         place = put(row, place, ONE if is_alive(s, b, other) else ZERO)
         place = put(row, place, s.unit[at.X, b, other] * side / rules.half_m)
         place = put(row, place, s.unit[at.Y, b, other] * side / rules.half_m)
         place = put(row, place, s.unit[at.Z, b, other] / TEN)
         place = put(row, place, s.unit[at.HIT_POINTS, b, other] / tables.unit[at.FULL_HIT_POINTS, other])
         place = put(row, place, s.unit[at.HEAT, b, other] / tables.unit[at.HEAT_CAP, other])
-        place = put(row, place, ONE if is_helpless else ZERO)
+        place = put(row, place, ONE if is_helpless(s, b, other) else ZERO)
     put_battle(s, maps, rules, row, b, 0 if u < team else 1, place)
