@@ -136,6 +136,17 @@ def test_a_run_that_goes_on_keeps_its_settings(arena_run: Path, capsys: pytest.C
 
 
 @pytest.mark.slow
+def test_a_run_is_evaluated_against_the_same_bot_to_its_end(arena_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = shutil.copytree(arena_run, tmp_path / "copy")
+    more = ["arena", "train", "--resume", "--run", "copy", "--total-steps", str(3 * UPDATE_STEPS)]
+    assert main([*more, "--eval-against", "weak"]) == 2
+    error = capsys.readouterr().err
+    assert "eval_against is 'strong' in the saved run and cannot become 'weak' now; a resumed run may change total_steps" in error
+    assert load(ArenaTrainConfig, copy / "config.toml").eval_against == "strong"
+    assert main([*more, "--eval-against", "strong"]) == 0
+
+
+@pytest.mark.slow
 def test_a_dry_run_refuses_what_the_training_would_refuse(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["arena", "train", "--resume", "--run", str(arena_run), "--team-size", "2", "--dry-run"]) == 2
     assert "arena.team_size is 1 in the saved run and cannot become 2 now" in capsys.readouterr().err

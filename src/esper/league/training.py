@@ -155,7 +155,8 @@ ARENA = Trainer(
     config=ArenaTrainConfig,
     title=lambda config: f"arena-{config.arena.team_size}v{config.arena.team_size}",
     prepare=lambda config, encoder, group: prepare_arena(config, group),
-    changeable=("total_steps", "minutes", "threads", "checkpoint_every", "keep", "eval_battles", "eval_against", "eval_replays"),
+    # Not `eval_against`: scores against different bots cannot be compared, and they choose the best checkpoint.
+    changeable=("total_steps", "minutes", "threads", "checkpoint_every", "keep", "eval_battles", "eval_replays"),
     is_evaluated=lambda config: config.eval_battles > 0,
     make_evaluator=BotEvaluator,
     run_kind="arena",
