@@ -199,10 +199,11 @@ def test_evaluations_of_a_run_are_fought_in_one_arena_whose_maps_no_small_seed_g
     made = []
     monkeypatch.setattr(training, "MatchArena", lambda *given, **named: made.append(MatchArena(*given, **named)) or made[-1])
     evaluator = training.BotEvaluator(config)
-    first, second, other = (evaluator.score(policy, seed) for seed in (0, 0, 1))
-    assert first == second
-    assert other is not None
-    assert len(made) == 2
+    first, other, again = (evaluator.score(policy, seed) for seed in (0, 1, 0))
+    assert len(made) == 1, "a second one would take memory beside the first"
+    assert first == again
+    assert other == training.BotEvaluator(config).score(policy, 1), "other maps in the same arena are those of a new arena"
+    assert {arena.seed for arena in made} == {seed_of_unseen_maps("evaluation", seed) for seed in (0, 1)}
     seeds = {seed_of_unseen_maps(purpose, seed) for purpose in ("evaluation", "commands") for seed in range(100)}
     assert len(seeds) == 200
     assert min(seeds) > 100_000
@@ -386,3 +387,4 @@ def test_the_newest_evaluation_battles_are_kept_and_can_be_verified(tmp_path: Pa
     replay = read_replay(before)
     assert replay.info.teams == (f"step-{2 * STEPS * ROWS}", "random")
     assert verify(before).ok
+    assert verify(newest).ok, "it was fought on other maps, in the same arena"

@@ -89,13 +89,13 @@ class BotEvaluator:
     `config.eval_replays` of checkpoints and that of the best player at the end. Scores of one seed fight on the same maps, so the replays
     of checkpoints show how a player changes.
 
-    The arena is made for the first score and kept until `close`: a new one would have to make its maps again, and on a GPU it would take
-    more memory for its captured step.
+    There is one arena. It is made for the first score, gets other maps for another seed, and is kept until `close`: on a GPU, a second one
+    would take more memory for its state and its captured step.
     """
 
     def __init__(self, config: ArenaTrainConfig, folder: Path | None = None) -> None:
         self.config, self.folder = config, folder
-        self._kept: tuple[int, MatchArena] | None = None  # the last seed, and its arena
+        self._arena: MatchArena | None = None
 
     def score(
         self, policy: Policy, seed: int, should_stop: Callable[[], bool] = lambda: False, *, name: str = "policy"
@@ -103,9 +103,10 @@ class BotEvaluator:
         config = self.config
         if not config.eval_battles:
             return None
-        if self._kept is None or self._kept[0] != seed:
-            self._kept = seed, evaluation_arena(config, config.eval_battles, seed, policy.device)
-        arena, decisions = self._kept[1], 0
+        if self._arena is None:
+            self._arena = evaluation_arena(config, config.eval_battles, seed, policy.device)
+        arena, decisions = self._arena, 0
+        arena.use_maps(_map_seed(seed))
 
         def stop_if_asked(result: StepResult) -> None:
             nonlocal decisions
@@ -130,13 +131,18 @@ class BotEvaluator:
                 remove(path)
 
     def close(self) -> None:
-        self._kept = None
+        self._arena = None
 
 
 def evaluation_arena(config: ArenaTrainConfig, battles: int, seed: int, device: torch.device) -> MatchArena:
     """Return an arena of full teams, on maps that no run trains on."""
     arena = msgspec.structs.replace(config.arena, battles=battles, smallest_team=None)
-    return MatchArena(arena, seed=seed_of_unseen_maps("evaluation", seed), device=device)
+    return MatchArena(arena, seed=_map_seed(seed), device=device)
+
+
+def _map_seed(seed: int) -> int:
+    """Return the seed of the maps of an evaluation."""
+    return seed_of_unseen_maps("evaluation", seed)
 
 
 def play_against_bot(policy: Policy, config: ArenaTrainConfig, bot: str, *, battles: int, seed: int, sample: bool = False) -> MatchResult:
