@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from esper.arena.config import ArenaConfig
 from esper.arena.scenarios import FIRST_TEST_SEED, Scenario
 from esper.cli.main import main
-from esper.config import save
+from esper.config import load_saved, save
 from esper.league import trained
 from esper.league.config import ArenaTrainConfig
 from esper.league.player_file import read_player_description
@@ -138,6 +139,17 @@ def test_an_exported_player_tells_what_it_was_trained_on(arena_run: Path, tmp_pa
     assert result["card"] in shown
     assert "5 contacts and 4 allies" in shown
     assert last_line(shown)["card"] == read_player_description(tmp_path / "player.safetensors").card == result["card"]
+
+
+@pytest.mark.slow
+def test_the_card_counts_the_battles_of_the_score_that_it_gives(
+    arena_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(arena_run, tmp_path / "copy")
+    saved = load_saved(ArenaTrainConfig, copy / "config.toml")
+    save(msgspec.structs.replace(saved, eval_battles=64), copy / "config.toml")  # as a resumed run may, until its next checkpoint
+    assert main(["arena", "export", "copy", "player"]) == 0
+    assert "of 2 battles against strong" in capsys.readouterr().out
 
 
 @pytest.mark.slow

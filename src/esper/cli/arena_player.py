@@ -81,7 +81,7 @@ def _training(config: ArenaTrainConfig, checkpoint: Checkpoint) -> str:
     evaluation = (checkpoint.note or {}).get("evaluation")
     if not evaluation:
         return where
-    score = f"{100 * evaluation['mean_return']:.1f} % of {config.eval_battles} battles against {config.eval_against}"
+    score = f"{100 * evaluation['mean_return']:.1f} % of {evaluation['episodes']} battles against {config.eval_against}"
     return f"{where}\nScore when its checkpoint was evaluated: {score}; the best checkpoint was chosen by such scores."
 
 
