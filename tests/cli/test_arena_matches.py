@@ -51,6 +51,21 @@ def test_a_mistake_is_explained(argv: list[str], message: str, capsys: pytest.Ca
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("gpu_without_numba_cuda")
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+@pytest.mark.parametrize(
+    "words",
+    ["match strong weak", "eval strong --against weak", "leaderboard strong", "bench", "train --run run", "train --run run --dry-run"],
+)
+def test_a_gpu_without_numba_cuda_is_answered_with_what_to_install(
+    words: str, device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["arena", *words.split(), "--device", device]) != 0
+    assert "the arena on CUDA needs numba-cuda, which is not installed: pip install 'esper-grow[cuda]'" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
 def test_an_unknown_player_of_a_league_is_refused_with_the_nearest_one(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["arena", "match", f"{arena_run}:update-2", "weak"]) == 2
     assert "has no member 'update-2'; did you mean 'update-1'?" in capsys.readouterr().err

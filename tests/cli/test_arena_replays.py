@@ -11,6 +11,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from esper.cli.main import main
@@ -109,6 +110,21 @@ def test_a_match_keeps_a_battle_that_was_won_which_is_computed_again_bit_for_bit
     assert result["verified"]["device_matches"]
     assert result["verified"]["frames"] == result["decisions"] + 1
     assert "verify      all " in shown
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpu_without_numba_cuda")
+def test_without_numba_cuda_a_replay_is_verified_on_the_cpu(won: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replay = read_replay(won)
+    of_gpu = msgspec.structs.replace(replay.info, device="NVIDIA H200, numba-cuda 0.30.4")
+    write_replay(Path("of_gpu.safetensors"), replay.tensors, of_gpu)
+    for path, matches in ((won, True), ("of_gpu.safetensors", False)):
+        capsys.readouterr()
+        assert main(["arena", "replay", str(path), "--verify", "--json"]) == 0
+        verified = last_line(capsys.readouterr().out)["verified"]
+        assert (verified["ok"], verified["device_matches"]) == (True, matches)
+    assert main(["arena", "replay", str(won), "--verify", "--device", "cuda"]) == 1
+    assert "the arena on CUDA needs numba-cuda, which is not installed: pip install 'esper-grow[cuda]'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

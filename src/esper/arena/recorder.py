@@ -226,9 +226,12 @@ def _table(bits: Tensor) -> Tensor:
 
 
 def device_kind(device: torch.device | str) -> str:
-    """Return the kind of a device. Devices of the same kind compute the same bits."""
+    """Return the kind of a device, or raise if the arena cannot run there. Devices of the same kind compute the same bits."""
     device = torch.device(device)
     if device.type == "cuda":
+        from esper.arena.native.cuda import require_cuda
+
+        require_cuda()
         return f"{torch.cuda.get_device_name(device)}, numba-cuda {version('numba-cuda')}"
     return f"{device.type} {platform.machine()}, numba {version('numba')}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -101,9 +101,12 @@ def _device(info: ReplayInfo, wanted: Literal["auto", "cpu", "cuda"]) -> torch.d
     from esper.arena.replay import device_kind
     from esper.devices import find_device
 
-    if wanted == "auto" and torch.cuda.is_available():
-        return next((device for device in map(torch.device, ("cpu", "cuda")) if device_kind(device) == info.device), torch.device("cpu"))
-    return find_device("cpu" if wanted == "auto" else wanted)
+    if wanted != "auto":
+        return find_device(wanted)
+    with suppress(ImportError, RuntimeError):  # the arena cannot run on this GPU, for example because numba-cuda is missing
+        if torch.cuda.is_available() and device_kind("cuda") == info.device:
+            return torch.device("cuda")
+    return torch.device("cpu")
 
 
 def about_replay(replay: ReplayFile) -> dict[str, Any]:
