@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
         (["eval", "other"], "other is a ppo run and not an arena run; use it with: esper ppo train --resume --run other"),
         (["eval", "young"], "young has no checkpoint yet; train it for longer"),
         (["eval", "young", "--against", "storng"], "strong"),
+        (["eval", "weak", "--checkpoint", "best"], "--checkpoint best chooses a player of a run, and weak is not the folder of one"),
         (["match", "strong"], "B"),
         (["match", "storng", "weak"], "there is no player 'storng'; did you mean 'strong'?"),
         (["match", "nowhere", "weak"], f"there is no player 'nowhere'; give a bot ({', '.join(BOTS)}), a player of esper"),

@@ -115,8 +115,8 @@ class ArenaEvalArguments(MatchOptions):
     """folder of a run, RUN:member, a player file, or a player that comes with esper"""
     against: BotName = "strong"
     """scripted bot that it fights"""
-    checkpoint: Literal["best", "latest"] = "best"
-    """which player of a run"""
+    checkpoint: Literal["best", "latest"] | None = None
+    """which player, if PLAYER is the folder of a run; None: the best"""
 
 
 def run_eval(argv: list[str], prog: str) -> CommandResult:
@@ -124,9 +124,11 @@ def run_eval(argv: list[str], prog: str) -> CommandResult:
     from esper.devices import find_device
 
     with user_errors():
-        device, name, which = find_device(arguments.device), arguments.player, arguments.checkpoint
+        device, name, which = find_device(arguments.device), arguments.player, arguments.checkpoint or "best"
         is_run = Path(name).is_dir()
         player = player_of_run(Path(name), which, device=device) if is_run else find_player(name, device=device)
+        if arguments.checkpoint is not None and not is_run:
+            raise CommandError(f"--checkpoint {which} chooses a player of a run, and {name} is not the folder of one; leave it out")
         bot = MatchPlayer(arguments.against, arguments.against)
         title = f"{f'{which} player of ' if is_run else ''}{name} against {bot.name}"
         result = _play(arguments, player.arena or ArenaConfig(), player, bot, title=title)
