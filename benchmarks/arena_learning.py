@@ -1,4 +1,4 @@
-"""What the parts of the arena's learner are worth: train with all of them, and with one left out or replaced at a time.
+"""Measure what the parts of the arena's learner are worth: train with all of them, and with one left out or replaced at a time.
 
     python benchmarks/arena_learning.py --part 0/2 --output first.jsonl &
     python benchmarks/arena_learning.py --part 1/2 --output second.jsonl
@@ -13,7 +13,8 @@ likeliest actions, on maps that nobody trained on, the same for all. Settings we
 
 With a scenario, trainings use its settings, and the last weights play on its test maps against its opponents.
 
-A training runs in one thread. Several at once are processes with a part of them each; what a file has already is not trained again.
+A training runs in one thread. Several processes can train at once, each with a part of the trainings and a file of its own. Trainings that
+a file already holds are skipped.
 """
 
 from __future__ import annotations
@@ -79,11 +80,14 @@ def trained(change: str, seed: int, options: argparse.Namespace) -> Record:
     with prepare_arena(config) as (ppo, _):
         began = now(device)
         ppo.learn(options.steps)
-        seconds = now(device) - began
-        return {
-            "change": change, "seed": seed, "scenario": options.scenario, "battles": options.battles, "steps": ppo.step,
-            "seconds": round(seconds, 1), "scores": scores(ppo.policy, config, options),
-        }  # fmt: skip
+        seconds = round(now(device) - began, 1)
+        return {**key(change, seed, options), "steps": ppo.step, "seconds": seconds, "scores": scores(ppo.policy, config, options)}
+
+
+def key(change: str, seed: int, options: argparse.Namespace) -> Record:
+    """Return what distinguishes the record of a training. Its `steps` may exceed the requested ones, because updates are whole."""
+    names = ("scenario", "battles", "precision", "device", "eval_battles", "eval_seed")
+    return {"change": change, "seed": seed, "requested_steps": options.steps, **{name: getattr(options, name) for name in names}}
 
 
 def scores(policy: Policy, config: ArenaTrainConfig, options: argparse.Namespace) -> dict[str, float]:
@@ -101,12 +105,17 @@ Scores = dict[tuple[str, int], dict[str, float]]  # against each opponent, by ch
 
 
 def read_scores(paths: list[Path]) -> dict[str, Scores]:
-    """Return the scores by scenario; "" stands for trainings without one."""
-    found: dict[str, Scores] = {}
+    """Return the scores by scenario, "" for trainings without one. Trainings of other lengths or numbers of battles have other titles."""
+    found: dict[tuple[str, int, int], Scores] = {}
     for record in (json.loads(line) for path in paths for line in path.read_text().splitlines()):
         if "change" in record:
-            found.setdefault(record["scenario"] or "", {})[record["change"], record["seed"]] = record["scores"]
-    return found
+            setting = record["scenario"] or "", record["battles"], record["steps"]
+            found.setdefault(setting, {})[record["change"], record["seed"]] = record["scores"]
+    names = [name for name, _, _ in found]
+    return {
+        name if names.count(name) == 1 else f"{name or '2 against 2'}, {battles:,} battles, {steps:,} steps": scored
+        for (name, battles, steps), scored in found.items()
+    }
 
 
 def opponents_in(found: Scores) -> list[str]:
@@ -196,11 +205,10 @@ def main() -> None:
             draw(scenarios, options.plot)
         return
     output = Output(options.output, resume=True)
-    done = {(record["seed"], record["change"]) for record in output.earlier if "change" in record}
     number, count = options.part
     jobs = list(itertools.product(range(options.seeds), options.changes))  # seed by seed, so that what is interrupted can be compared
     for seed, change in jobs[number::count]:
-        if (seed, change) not in done:
+        if not any(key(change, seed, options).items() <= record.items() for record in output.earlier):
             output.write(trained(change, seed, options))
 
 
