@@ -30,7 +30,6 @@ from fleet import CudaMemory, ResidentMemory
 from records import Output, Record
 
 TRAINING_WARM_UP = 200  # decisions after which battles are of all ages
-BARS = {("simulation", "cpu"): 150_000, ("simulation", "cuda"): 20_000_000, ("training", "cuda"): 1_500_000}
 
 
 def simulation(battles: int, options: argparse.Namespace, device: torch.device) -> Record:
@@ -116,8 +115,7 @@ def main() -> None:
     with threads(options.threads):
         for measure, counts in phases:
             for battles in counts:
-                record = measure(battles, options, device)
-                write({**record, "device": device.type, "bar": BARS.get((record["phase"], device.type))})
+                write({**measure(battles, options, device), "device": device.type})
 
 
 if __name__ == "__main__":
