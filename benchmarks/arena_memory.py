@@ -1,11 +1,11 @@
-"""Whether self-play in the arena needs more and more memory: what it holds, every so many updates of a small learner.
+"""Measure the memory of self-play over many updates of a small learner.
 
     python benchmarks/arena_memory.py --device cuda --updates 2000
 
-Battles are tiny and short, so that in the end everything has happened many times: battles begun anew, past selves entered, promoted and
-retired, slots filled, the player evaluated. It tells the resident size of the process, which is read from /proc and hence on
-Linux only, and on a GPU what torch has allocated and reserved. The last line says how fast it grew after the first quarter, by when all
-buffers exist and the league is full.
+Battles are tiny and short, so everything happens many times: battles begin anew, past selves enter, are promoted and retire, slots are
+filled, the player is evaluated. A line gives the resident size of the process, which is read from /proc and hence on Linux only, and on a
+GPU what torch has allocated and reserved. The last line gives the growth after the first quarter, when all buffers exist and the league is
+full.
 """
 
 from __future__ import annotations

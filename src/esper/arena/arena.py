@@ -228,7 +228,7 @@ class Arena:
 class ManualResetArena(Arena):
     """An arena whose `step` begins no battles; `next` and `replace` do. The battles are the same as those of an `Arena`.
 
-    Where a battle ends, the views are of its end, and its units go on deciding until it is replaced.
+    The views of a battle that has ended show its end, and its units go on deciding until it is replaced.
     """
 
     task = DECIDE_ONLY
@@ -244,7 +244,7 @@ class ManualResetArena(Arena):
         simulation, kept = self.simulation, (~ended).nonzero().squeeze(1)
         tensors = [(simulation.state[name], dimension) for name, dimension in BATTLE_DIMENSIONS.items()]
         tensors += [(view.view(self.config.battles, -1), 0) for view in simulation.views.values() if view.numel()]
-        # Only all battles can begin at the same time: begin them, and put the others back.
+        # BEGIN begins all battles: save those that go on, begin all, and restore these.
         saved = [tensor.index_select(dimension, kept) for tensor, dimension in tensors]
         simulation.status[at.EPISODE] += ended
         simulation.run(BEGIN)

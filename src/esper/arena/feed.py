@@ -1,7 +1,7 @@
 """The feed of a battle: lines of text about kills, falls, shutdowns, the zone, and the end.
 
-The feed follows from the battle, so the feed of a replay can be made again and compared. Saved battles are those of
-`esper.arena.native.simulation`, of which the first is meant.
+The feed follows from the battle, so the feed of a replay can be made again and compared. States are `Saved` battles of
+`esper.arena.native.simulation`; only the first battle in each is read.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ class ArenaVectorEnv(VectorEnv[Observations, Array, Array]):
 
     `scenario` is the name of a scenario, or settings of one's own; `num_envs` replaces their `battles`. With `split="test"`, battles 2i and
     2i + 1 begin on test map i of the scenario, as in `esper arena leaderboard`; count the first battle of every sub-environment only.
-    `reset(seed)` begins the first battles of a seed and makes its maps, which takes seconds; `reset()` begins the next battles. A test has
-    a seed of its own.
+    `reset(seed)` begins the first battles of a seed and makes its maps, which takes seconds; `reset()` begins the next battles. In a
+    test, the seed is always that of the test maps.
     """
 
     metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": []}
@@ -103,7 +103,7 @@ class ArenaVectorEnv(VectorEnv[Observations, Array, Array]):
         self.config = msgspec.structs.replace(config, battles=num_envs, state_view=True)
         self.num_envs, self.opponent = num_envs, opponent
         self._battles = ManualResetArena(self.config, seed=seed, device=device)
-        # Of all units. It is kept, because a GPU replays what bots write to the same memory.
+        # Actions of all units, always in the same memory: on a GPU, the graph of the bots writes there.
         self._actions = {name: torch.zeros_like(value) for name, value in self._battles.simulation.actions.items()}
         self._now: StepResult | None = None  # what the next actions are chosen from; None before the first reset
 
@@ -195,7 +195,8 @@ class ArenaVectorEnv(VectorEnv[Observations, Array, Array]):
         aimed = (target[:, :, 1:] & fire[:, :, 1:, None]).any(2)
         aimed = torch.where(aimed.any(2, keepdim=True), aimed, target[:, :, 0])
         known = torch.cat((fire, aimed, vent), 2)
-        free = torch.ones(*known.shape[:2], sum(self.heads.values()) - known.shape[2], dtype=torch.bool, device=known.device)  # of motion
+        # All motion is allowed.
+        free = torch.ones(*known.shape[:2], sum(self.heads.values()) - known.shape[2], dtype=torch.bool, device=known.device)
         return {
             "observation": _array(result.observation.flatten(0, 1)[rows]),
             "state": _array(result.whole.flatten(0, 1)[rows[:, 0]]),

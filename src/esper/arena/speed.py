@@ -38,7 +38,7 @@ def measure_speed(
 ) -> Speed:
     """Measure the speed of whole decisions: rules, rewards, observations, masks, and the choices of the bots.
 
-    Speeds are medians over windows of so many decisions.
+    Speeds are medians over windows of `decisions` decisions.
     """
     arena = Arena(config, seed=seed, device=device)
     arena.reset()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from esper.rl.policy import Policy
 
 
-MAPS_OF_COMMANDS = "commands"  # purpose that the maps of commands are drawn for; no training uses their maps
+MAPS_OF_COMMANDS = "commands"  # purpose of the maps of commands, see `seed_of_unseen_maps`; no training uses these maps
 _OBSERVED = ("contacts", "allies")  # fields of an arena that determine what a player observes
 
 

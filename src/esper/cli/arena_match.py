@@ -47,7 +47,7 @@ class MatchOptions(Config):
     draw: tyro.conf.FlagCreatePairsOff[bool] = False
     """draw the actions of policies, as in training; else they take the likeliest ones"""
     replay: Path | None = None
-    """write the first battle that the first player won, else the first one, to this file or into the folder replays of this run"""
+    """write the replay of one battle to this file, or into replays/ of this run: the first that the first player won, else the first"""
 
 
 def _play(options: MatchOptions, arena: ArenaConfig, first: MatchPlayer, second: MatchPlayer, *, title: str) -> dict[str, Any]:
@@ -72,7 +72,7 @@ DESCRIPTION = """Lets two players fight, twice on every map with sides swapped. 
 A and B are bots (random, weak, middle, strong, expert; middle-v1, strong-v1 and expert-v1 never change), folders of runs (their best
 player; RUN:latest for the last), members of a run's league (RUN:member; esper arena league RUN lists them) or their files in
 RUN/league/members, files of esper arena export, or names of players that come with esper. They fight in the arena that A was trained in,
-or else B. Players can meet when their arenas have the same contacts and allies; teams and maps may be of any size."""
+or else in that of B. Players can meet when their arenas have the same contacts and allies; teams and maps may be of any size."""
 
 
 class MatchArguments(MatchOptions):
@@ -107,7 +107,7 @@ EVAL_DESCRIPTION = """Lets a player fight a scripted bot on maps that it was nev
   esper arena eval player-2v2 --against expert
 
 The player is that of a run, or any other that esper arena match takes.
-The score counts draws half, and its 95 % interval is over the maps. Another opponent than a bot: esper arena match."""
+The score counts draws half, and its 95 % interval is over the maps. For any other opponent: esper arena match."""
 
 
 class ArenaEvalArguments(MatchOptions):
@@ -141,7 +141,7 @@ LEAGUE_DESCRIPTION = """Shows the league of a run: past selves and bots, their r
   esper arena league runs/arena-... --battles 64
 
 --battles plays a round robin of all of them first, on maps that nobody was trained on. It takes long: there are as many matches as pairs,
-66 for 8 past selves and 4 bots, each seconds on a GPU and a minute or more on a CPU. Its results are shown, and not saved with the run."""
+66 for 8 past selves and 4 bots. A match takes seconds on a GPU and a minute or more on a CPU. The results are not saved with the run."""
 
 
 class LeagueArguments(Config):

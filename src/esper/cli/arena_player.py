@@ -88,7 +88,7 @@ def _training(config: ArenaTrainConfig, checkpoint: Checkpoint) -> str:
 CARD_DESCRIPTION = """Shows the card of a player file: what the player was trained on, how well it plays, and its settings.
 
   esper arena card player.safetensors
-  esper arena card player-2v2              a player that comes with esper, where there is one of that name"""
+  esper arena card player-2v2              a player that comes with esper"""
 
 
 class CardArguments(Config):

@@ -56,7 +56,7 @@ class ArenaProgress(ppo_progress.PPOProgress):
         if self.update is None:  # no update is over, or the telemetry is off
             return "some updates"
         number = f"update {self.update.update:,}"
-        if self.started.seconds is not None:  # nobody knows how many there will be
+        if self.started.seconds is not None:  # the number of updates is not known
             return number
         return f"{number}/{-(-self.started.total_steps // self.started.steps_per_update):,}"
 

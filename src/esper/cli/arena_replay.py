@@ -27,7 +27,7 @@ DESCRIPTION = """Says what is in a replay: who fought, where, how long, who won,
   esper arena replay runs/arena-.../replays/won.safetensors --verify
 
 --verify computes the battle again from its actions and compares the state with what was recorded, bit for bit. That works on the same kind
-of device with the same version of the rules; a replay of another one can be played, and not verified."""
+of device with the same version of the rules; a replay of another device or version can be played, but not verified."""
 
 
 class ReplayArguments(Config):
@@ -36,7 +36,7 @@ class ReplayArguments(Config):
     verify: tyro.conf.FlagCreatePairsOff[bool] = False
     """compute the battle again and compare"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """device to verify on; auto: one of the kind that it was recorded on, where there is one"""
+    """device to verify on; auto: the GPU if the battle was recorded on one of its kind, else the CPU"""
 
 
 def run(argv: list[str], prog: str) -> CommandResult:
@@ -90,7 +90,8 @@ def _shown(path: Path, arguments: ReplayArguments) -> CommandResult:
     print(f"verify      {found.message}")
     frames = {"frames": found.checked, "first_wrong_frame": found.first_wrong_frame}
     result["verified"] = {"ok": found.ok, "device_matches": found.device_matches, **frames, "message": found.message}
-    is_unknown = not found.device_matches and found.checked > 0  # no frame is checked if the file contradicts itself, on any device
+    # A file that contradicts itself is wrong on every device. Then no frame is checked.
+    is_unknown = not found.device_matches and found.checked > 0
     return CommandResult(result, OK if found.ok or is_unknown else FAILED)
 
 
@@ -169,7 +170,7 @@ def run_watch(argv: list[str], prog: str) -> CommandResult:
             path = arguments.path
             if path is None:
                 check_nicegui()
-                # NiceGUI looks at all objects of the program, of which one of torch warns.
+                # NiceGUI inspects all objects of the program, and one of torch then warns.
                 warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated", FutureWarning)
                 path = _play_demo(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="esper-demo-"))))
 

@@ -40,7 +40,7 @@ class ArenaArguments(ArenaTrainConfig):
     scenario: str | None = None
     """settings of the arena from a scenario: 2v2-open-v1 or 5v5-city-v1; other options change them"""
     resume: _Flag = False
-    """go on with the run in --run, as it was configured; --total-steps or --minutes, both of the whole training, may ask for more"""
+    """go on with the run in --run and its settings; --total-steps and --minutes, which count the whole training, may ask for more"""
     profile: NonNegativeInt = 0
     """profile this many updates after a warm-up: a trace in the run folder and a table of the shares of time; 0: none"""
     dry_run: _Flag = False
@@ -83,11 +83,11 @@ DESCRIPTION = """Trains a player for team battles against scripted bots, past se
 One policy drives every unit of its side. In --bot-share of the battles it fights scripted bots, in --past-share past selves from its
 league, drawn by how hard they are, and in the others itself, where both sides learn. Sides are swapped from battle to battle.
 
-A copy of the player is sent to the league every --enter-every updates. It stays if it beats the best member: if the lower end of the 95 %
-interval of its score, on maps that no training uses, is at least --promote-at. At every checkpoint the player fights --eval-battles battles
-against --eval-against, and the checkpoint with the best score is kept as the best; one battle of each evaluation is recorded, and esper
-watch plays the newest one. A step is one decision of one unit that learns, whether it lives or not. Ctrl-C stops after the update, with a
-checkpoint.
+A copy of the player is sent to the league every --enter-every updates. It stays if it beats the best member: the lower end of the 95 %
+interval of its score, on maps that no training uses, must be at least --promote-at. At every checkpoint the player fights --eval-battles
+battles against --eval-against, and the checkpoint with the best score is kept as the best; one battle of each evaluation is recorded, and
+esper watch plays the newest one. A step is one decision of one unit that learns, whether it lives or not. Ctrl-C stops after the update,
+with a checkpoint.
 
 Players can meet if they observe the same numbers of contacts and allies: 5 and 4, unless --contacts, --allies or --scenario say otherwise.
 
@@ -95,7 +95,7 @@ Values come from the defaults, then from --config FILE.toml, then from the comma
 last name is unique: --battles for --arena.battles, --learning-rate for --ppo.learning-rate; --size is that of the map, and --gamma
 sets it for learner and reward alike.
 
-Several processes, each with --battles battles and, where there are, a GPU of its own, train one player together:
+Several processes can train one player together. Each has --battles battles of its own, and a GPU of its own if there are enough:
   torchrun --nproc-per-node 2 --no-python -- esper arena train ..."""
 
 
@@ -123,7 +123,7 @@ def _scenario(words: list[str]) -> Scenario | None:
         return None
     given = [word for word in words if word.partition("=")[0] in ("--config", "--resume")]
     if given:
-        raise CommandError(f"--scenario sets the arena, which {given[0].partition('=')[0]} reads; leave one of them out")
+        raise CommandError(f"--scenario and {given[0].partition('=')[0]} both set the arena; leave one out")
     try:
         return find_scenario(name)
     except ValueError as error:

@@ -203,8 +203,7 @@ def play_and_record(
 ) -> RecordedMatch:
     """Play a match as `MatchArena.play` does and save the replay of one battle.
 
-    That is `battle`, or without it one that the first player won, or if it won none the first one.
-
+    It is the battle with the index `battle`. Without an index, it is one that the first player won, or the first one if it won none.
     `names` are the names of the two players in the replay.
     """
     match_arena = MatchArena(config, seed=seed, device=device)

@@ -94,7 +94,7 @@ class UnitActor(nn.Module):
         self.hidden = mlp((width, hidden), _ACTIVATION)
         self.plain = Dense(hidden, sum(self.widths))
         self.query = Dense(hidden, entity) if points else None
-        self.heads_of_layers = {"query": ("target",)}  # of the other layers, all heads
+        self.heads_of_layers = {"query": ("target",)}  # heads that a layer affects; other layers affect all
 
     def forward(self, features: Tensor) -> Tensor:
         hidden = self.hidden(features[:, : self.width])

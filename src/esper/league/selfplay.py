@@ -78,7 +78,7 @@ class SelfPlay:
         # Battles won, drawn and lost since the last round, by opponent: all bots, the slots, the learner itself.
         self.opponents = [*BOTS, *self.past, SELF]
         self.results = torch.zeros(len(self.opponents), 3, dtype=torch.int64, device=device)
-        self.opponent_of = torch.full((config.arena.battles,), self.opponents.index(SELF), device=device)  # [B]; of bots, see `_count`
+        self.opponent_of = torch.full((config.arena.battles,), self.opponents.index(SELF), device=device)  # [B]; for bots, see `_count`
         for name in self.past:
             self.opponent_of[self.groups[name]] = self.opponents.index(name)
         self.decisions = 0  # taken by every row so far
