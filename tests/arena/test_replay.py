@@ -26,6 +26,7 @@ from esper.vecenv import Actions
 from tests.arena.worlds import build, flat_arena, make_actions, place, random_actions, saved, select_battles
 from tests.replays import WON
 
+OF_RULES_1 = Path(__file__).parent / "data" / "replay_of_rules_1.safetensors"  # the first frames of one, without maps at keyframes
 PLACE = 1
 KEYFRAME_EVERY = 6
 CONFIG = ArenaConfig(battles=3, team_size=2, size=24, maps=4, seconds=8.0, contacts=2, allies=1)
@@ -431,10 +432,17 @@ def test_a_replay_on_maps_of_ones_own_can_only_be_watched(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_the_battle_in_the_documentation_is_of_earlier_rules_and_can_be_watched() -> None:
+def test_the_battle_in_the_documentation_is_won_by_a_trained_player_and_can_be_verified() -> None:
+    found, info = verify(WON), read_replay(WON).info
+    assert found.ok or (found.checked and not found.device_matches), found.message
+    assert info.winner is not None
+    assert info.teams[info.winner] == "player-5v5"
+
+
+def test_a_replay_of_earlier_rules_can_be_watched_but_not_verified() -> None:
     with pytest.raises(ReplayError, match=r"is a battle of rules version 1, .* it can be watched here"):
-        verify(WON)
-    assert read_replay(WON).frames > 100
+        verify(OF_RULES_1)
+    assert read_replay(OF_RULES_1).frames == 8
 
 
 @pytest.mark.slow
