@@ -8,13 +8,14 @@
 # make clean     removes what tools leave behind, but neither .venv nor runs/
 #
 # All of them make .venv first where it is missing, with the versions in constraints.txt. Another Python: make demo PYTHON=python3.12;
-# fewer processes for the tests than there are cores: make test JOBS=2
+# another number of test processes: make test JOBS=2
 
 # Keep compiled files between runs, also where the environment says otherwise: collecting the tests takes twice as long without them.
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3
-JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# One process more than there are cores, because tests also wait: for other processes, the disk and clocks.
+JOBS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_ALL := .venv/.installed-all
@@ -47,7 +48,7 @@ test: $(INSTALLED)
 
 # Models are built from configurations in the tests; nothing is downloaded. Here, a package that is missing is a failure.
 test-all: test $(INSTALLED_ALL)
-	@HF_HUB_OFFLINE=1 $(BIN)/pytest -q -n $(JOBS) --dist worksteal --extras
+	@HF_HUB_OFFLINE=1 $(BIN)/pytest -q -n $(JOBS) --dist worksteal --extras $$(grep -rl --include='test_*.py' mark.extra tests)
 
 docs: $(INSTALLED_DOCS)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir build/docs
