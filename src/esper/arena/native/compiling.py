@@ -2,6 +2,9 @@
 
 Numba turns the product of a float32 and a literal such as 0.5 into a double, so literals are written as `const(0.5)` at the top of a
 module, and whole numbers are converted by `f32`.
+
+`ESPER_ARENA_NUMBA=0` lets Python interpret the functions, some hundred times slower and without a compiler, for tests of short battles and
+for debuggers. Numba's own `NUMBA_DISABLE_JIT=1` does the same, and also switches the learner's kernels off.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -36,16 +40,17 @@ Arguments = ParamSpec("Arguments")
 _FLAGS = {"error_model": "numpy", "forceinline": True, "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 COMPILE_S = 30  # on two cores of 2.5 GHz
 RANGES_PER_THREAD = 4  # so that a thread that was interrupted does not let the others wait for long
+IS_INTERPRETED = bool(numba.config.DISABLE_JIT) or os.environ.get("ESPER_ARENA_NUMBA", "1") == "0"
 
 
 def scalar(function: Function) -> Function:
     """Compile a function of one battle or one unit. It may be called from other compiled functions only."""
-    return cast(Function, numba.njit(function, **_FLAGS))
+    return function if IS_INTERPRETED else cast(Function, numba.njit(function, **_FLAGS))
 
 
 def inlined(function: Function) -> Function:
     """Compile a function as part of its callers. Use it for those that mainly call others: LLVM then optimises them once."""
-    return cast(Function, numba.njit(function, inline="always", **_FLAGS))
+    return function if IS_INTERPRETED else cast(Function, numba.njit(function, inline="always", **_FLAGS))
 
 
 def const(value: float) -> float:
@@ -121,14 +126,28 @@ def for_battles(function: Callable[Concatenate[int, int, Arguments], None]) -> B
     return BattleLoop(function)
 
 
+def interpreted(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a loop for Python. It replaces the record of the rules by a plain object, because reading it took half of the time."""
+
+    def run(*arguments: Any) -> None:
+        function(*([_plain(one[0])] if isinstance(one, np.recarray) else one for one in arguments))
+
+    return run
+
+
+def _plain(record: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{name: record[name] for name in record.dtype.names})
+
+
 class BattleLoop(Generic[Arguments]):
     """A loop over battles that is compiled without the interpreter lock and runs on as many Python threads as torch uses."""
 
     def __init__(self, function: Callable[Concatenate[int, int, Arguments], None]) -> None:
         with cached_in(CACHE, numba.config):
-            self.kernel = numba.njit(function, nogil=True, error_model="numpy", cache=True)
+            jit = interpreted if IS_INTERPRETED else numba.njit(nogil=True, error_model="numpy", cache=True)
+            self.kernel: Any = jit(function)
         _announcer.kernels.append(self.kernel)
-        self._is_compiled = False
+        self._is_compiled = IS_INTERPRETED  # then nothing is left to compile
         self._compiler: subprocess.Popen[bytes] | None = None
 
     @property
@@ -141,7 +160,7 @@ class BattleLoop(Generic[Arguments]):
 
         If the process fails, the first call compiles the kernel.
         """
-        if self._is_compiled or self._compiler or numba.config.DISABLE_JIT or not sys.executable or os.cpu_count() == 1:
+        if self._is_compiled or self._compiler or not sys.executable or os.cpu_count() == 1:
             return
         if self.is_on_disk:
             return
@@ -160,7 +179,7 @@ class BattleLoop(Generic[Arguments]):
             return
         if self._compiler is not None:
             self._compiler.wait()
-        if numba.config.DISABLE_JIT or self.is_on_disk:
+        if self.is_on_disk:
             self._call_for_no_battle(arguments)
         else:
             message = "waiting for another process, which compiles the arena"
@@ -181,7 +200,7 @@ class BattleLoop(Generic[Arguments]):
         battles = state.status.shape[1]
         self.compile(*arguments, **keywords)
         workers = min(torch.get_num_threads(), battles)
-        if workers == 1 or numba.config.DISABLE_JIT:
+        if workers == 1 or IS_INTERPRETED:
             self.kernel(0, battles, *arguments)
             return
         size = -(-battles // (workers * RANGES_PER_THREAD))
