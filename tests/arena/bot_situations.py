@@ -19,7 +19,7 @@ from esper.arena.specs import Material
 from esper.arena.start import Grids
 
 SIZE = 32
-SECONDS = 24  # for which bots with coins are watched
+SECONDS = range(16, 24)  # in which bots with coins are watched
 MEDIUM, LIGHT, ENEMY_MEDIUM, ENEMY_LIGHT = range(4)
 Place = tuple[float, float]
 
@@ -77,7 +77,7 @@ def situations() -> dict[str, Any]:
     # The coins of a bot are drawn from the decision, so it stands in some seconds and walks in others.
     for name in ("weak", "middle"):
         walks = []
-        for second in range(SECONDS):
+        for second in SECONDS:
             both.state["status"][at.DECISION] = 4 * second
             orders = both.chosen(name, MEDIUM)
             walks.append(abs(orders["forward"]) + abs(orders["strafe"]) > 0.1)

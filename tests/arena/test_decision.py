@@ -332,6 +332,7 @@ def test_neither_side_is_favoured() -> None:
     assert damage > 5, "few units were hit, so little was shown"
 
 
+@pytest.mark.slow
 def test_a_battle_depends_neither_on_its_place_nor_on_the_others() -> None:
     arena = melee(5, decisions=14)
     order = torch.tensor([3, 1, 0])

@@ -80,6 +80,7 @@ def test_a_unit_turns_at_the_rate_of_its_class_and_to_the_left(name: str, yaw: f
     assert unit_field(arena, "heading", 0) == pytest.approx(0.1 + 4 * yaw * TICK * CLASSES[name].yaw_radps, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_unit_that_turns_for_long_keeps_an_exact_heading() -> None:
     arena = flat_arena("scout")
     place(arena, 0, 0, 0, heading=3.1)

@@ -177,6 +177,7 @@ def test_any_line_equals_the_exact_answer_from_both_ends_and_after_a_half_turn(d
     assert clear.equal(lines_are_clear(tops.flip(1, 2), eyes * HALF_TURN, aims * HALF_TURN, reach_m=reach_m))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("are_level", [False, True])
 @pytest.mark.parametrize("are_straight", [False, True])
 def test_both_ends_and_both_sides_of_the_map_see_the_same_bit_for_bit(are_level: bool, are_straight: bool) -> None:
@@ -221,8 +222,8 @@ def test_a_line_through_a_corner_passes_between_two_towers_and_not_through_one()
     assert not sees(towers((0, 0, 5.0)), eye, aim)
 
 
-@pytest.mark.parametrize("start", [-20.1, -13.37, -7.77, -3.3])
-@pytest.mark.parametrize("end", [20.7, 13.3, 9.99])
+@pytest.mark.parametrize("start", [-20.1, *(pytest.param(start, marks=pytest.mark.slow) for start in (-13.37, -7.77, -3.3))])
+@pytest.mark.parametrize("end", [20.7, *(pytest.param(end, marks=pytest.mark.slow) for end in (13.3, 9.99))])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_a_diagonal_whose_ends_are_rounded_meets_all_columns_on_it_and_none_beside_it(start: float, end: float, sign: float) -> None:
     index = torch.arange(64)

@@ -78,6 +78,7 @@ def test_an_evaluation_takes_player_files_and_players_of_the_package(
         assert last_line(shown)["checkpoint"] is None
 
 
+@pytest.mark.slow
 def test_training_does_not_start_from_a_player_file(player: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["arena", "train", "--start-from", str(player), "--battles", "8", "--dry-run"]) == 2
     assert "is a player file, which has no critic to go on learning with" in capsys.readouterr().err

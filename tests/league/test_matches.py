@@ -97,6 +97,7 @@ def test_other_maps_make_another_match_on_the_same_ground() -> None:
     assert place.play("weak", "random") == MatchArena(place.config, seed=7, device="cpu").play("weak", "random")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 def test_matches_of_one_arena_are_those_of_new_ones_and_share_the_memory_of_their_bots(device: str) -> None:
     config, kept = small_arena(battles=4), MatchArena(small_arena(battles=4), seed=0, device=device, rivals=2)

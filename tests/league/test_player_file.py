@@ -47,7 +47,7 @@ def test_a_loaded_player_acts_as_the_saved_one_without_the_view_of_its_critic(sa
     players = [PolicyPlayer(one, rows, units=config.arena.units) for one in (policy, loaded)]
     result = arena.reset()
     assert result.whole is not None
-    for _ in range(8):
+    for _ in range(4):
         first, second = (player.act(result) for player in players)
         assert all(torch.equal(first[name], second[name]) for name in first)
         result = arena.step(first)

@@ -124,12 +124,14 @@ def test_a_battle_keeps_its_bot_until_it_ends() -> None:
 
 
 def test_bots_are_drawn_by_the_given_chances() -> None:
-    arena = Arena(small_arena(battles=2000, team_size=1, maps=1))
-    everywhere = torch.arange(2000)
+    arena = Arena(small_arena(battles=20, team_size=1, maps=1))
+    everywhere, rng, drawn = torch.arange(20), np.random.default_rng(0), list[Tensor]()
     bots = BotOpponents(arena, everywhere, everywhere % 2, seed=0)
-    bots.draw({"weak": 0.1, "middle": 0.6, "expert": 0.3}, np.random.default_rng(0))
-    bots.begin()
-    shares = {BOTS[bot]: count / 2000 for bot, count in Counter(bots.bots.amax(0).tolist()).items()}
+    for _ in range(100):
+        bots.draw({"weak": 0.1, "middle": 0.6, "expert": 0.3}, rng)
+        bots.begin()
+        drawn.append(bots.bots.amax(0))
+    shares = {BOTS[bot]: count / 2000 for bot, count in Counter(torch.cat(drawn).tolist()).items()}
     assert shares == pytest.approx({"weak": 0.1, "middle": 0.6, "expert": 0.3}, abs=0.04)  # four standard errors
 
 
@@ -487,6 +489,7 @@ def test_all_units_learn_without_bots_and_past_selves() -> None:
     assert (env.bots.bots == -1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_past_selves_may_be_on_another_device() -> None:
     """The arena on the GPU, its past selves on the CPU."""
