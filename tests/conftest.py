@@ -15,6 +15,7 @@ import functools
 import gc
 import importlib
 import shutil
+import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +43,20 @@ settings.load_profile("esper")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--extras", action="store_true", help="run the tests that need extras, and fail where a package is missing")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let Python interpret the rules of the arena in the development loop, which must not wait for their compiler.
+
+    It holds for the processes of xdist and those that tests start, too. With the mark `slow`, all tests run the compiled rules.
+    """
+    assert "esper.arena.native.compiling" not in sys.modules, "the switch is read when the arena is imported, so no conftest may import it"
+    os.environ["ESPER_ARENA_NUMBA"] = "0" if is_development_loop(config) else "1"
+
+
+def is_development_loop(config: pytest.Config) -> bool:
+    """Return whether the tests with the mark `slow` are left out, as `make check` does."""
+    return "not slow" in config.option.markexpr
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -126,7 +141,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(
             f"tests in browsers took {browsers:.0f} s in all, and should take {BROWSER_SECONDS:.0f} s; the load is {load:.1f} per core"
         )
-    if "not slow" in config.option.markexpr:
+    if is_development_loop(config):
         long = [report for report in terminalreporter.stats.get("passed", []) if report.when == "call" and report.duration > 1]
         for report in sorted(long, key=lambda report: -report.duration):
             terminalreporter.write_line(f"{report.duration:.1f} s without the mark `slow`: {report.nodeid}")

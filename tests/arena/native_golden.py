@@ -1,7 +1,7 @@
 """Replay golden trajectories with native battles, the state copied before each decision.
 
-    python tests/arena/native_golden.py                                            # compiled, all files
-    NUMBA_DISABLE_JIT=1 python tests/arena/native_golden.py ladder_2v2 --decisions 2   # interpreted
+    python -m tests.arena.native_golden                                              # compiled, all files
+    ESPER_ARENA_NUMBA=0 python -m tests.arena.native_golden ladder_2v2 --decisions 2   # interpreted
 
 Prints, for each file, one line of JSON: the decisions of living units, the ties, and the number of other decisions that differ by more than
 the tolerance, by name. A tie is an observed point of the terrain on the edge of two columns, where rounding decides which one is seen.
@@ -20,12 +20,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from native_state import TOLERANCES, Arrays, load_state, state_errors, step_given
 
 from esper.arena.config import ArenaConfig, ArenaRewardConfig
 from esper.arena.maps import spawn_points
 from esper.arena.native import layout as at
 from esper.config import from_mapping
+from tests.arena.native_state import TOLERANCES, Arrays, load_state, state_errors, step_given
 
 DATA = Path(__file__).parent / "data"
 EDGE_M = TOLERANCES["position"]  # a point that is nearer than this to an edge is on it

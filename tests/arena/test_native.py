@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numba.core import event
 
 import esper.arena
 from esper.arena.config import ArenaConfig
@@ -29,18 +30,42 @@ from esper.arena.native.simulation import Simulation, compile_bots
 from esper.arena.specs import PHYSICS
 from esper.arena.start import make_grids
 from esper.devices import threads
+from tests.arena import native_golden
+from tests.conftest import is_development_loop
 
 HERE = Path(__file__).parent
 SHARE = 0.001  # of observations that may differ, at ties
 
 
-def replay(*arguments: str, is_compiled: bool) -> list[dict[str, Any]]:
-    """Replay golden trajectories in a process of its own, because Numba decides at its import whether it compiles."""
-    environment = {**os.environ, "NUMBA_DISABLE_JIT": "0" if is_compiled else "1"}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "native_golden.py"), *arguments], env=environment, capture_output=True, text=True, check=True
-    )
-    return [json.loads(line) for line in done.stdout.splitlines()]
+def test_development_loop_interprets_the_rules_and_all_other_tests_run_them_compiled(pytestconfig: pytest.Config) -> None:
+    compiled = list[str]()
+
+    class Listener(event.Listener):  # type: ignore[misc]
+        def on_start(self, event: Any) -> None:
+            compiled.append(event.data["dispatcher"].py_func.__name__)
+
+        def on_end(self, event: Any) -> None: ...
+
+    config = ArenaConfig(battles=1, maps=1, size=16, team_size=1)
+    with event.install_listener("numba:compile", Listener()):
+        simulation = Simulation(config, make_grids(config, seed=0), battles=1, device=torch.device("cpu"))
+        simulation.begin(seed=0)
+        simulation.act(torch.zeros(2, 1, dtype=torch.int32))
+    if is_development_loop(pytestconfig):
+        assert not compiled
+    for loop in (step_battles, act_bots):
+        assert hasattr(loop.kernel, "signatures") != is_development_loop(pytestconfig)
+
+
+def replay_interpreted(case: str, decisions: int) -> dict[str, Any]:
+    """Replay golden decisions with interpreted rules, if this process has compiled ones in another: that is decided at their import."""
+    if compiling.IS_INTERPRETED:
+        return native_golden.replay(native_golden.DATA / f"{case}.npz", decisions=decisions)
+    command = [sys.executable, "-m", "tests.arena.native_golden", case, "--decisions", str(decisions)]
+    environment = {**os.environ, "ESPER_ARENA_NUMBA": "0"}
+    done = subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -48,15 +73,14 @@ def replay(*arguments: str, is_compiled: bool) -> list[dict[str, Any]]:
     [("ladder_2v2", 2), pytest.param("jets_3v3", 1, marks=pytest.mark.slow), pytest.param("random_5v5", 1, marks=pytest.mark.slow)],
 )
 def test_interpreted_rules_agree_with_golden_decisions(case: str, decisions: int) -> None:
-    (result,) = replay(case, "--decisions", str(decisions), is_compiled=False)
-    assert result["above"] == {}
+    assert replay_interpreted(case, decisions)["above"] == {}
 
 
 @pytest.mark.slow
 def test_compiled_rules_agree_with_all_golden_decisions() -> None:
-    results = replay(is_compiled=True)
-    assert len(results) == len(list((HERE / "data").glob("*.npz")))
-    for result in results:
+    files = list(native_golden.DATA.glob("*.npz"))
+    assert files
+    for result in map(native_golden.replay, files):
         assert result["above"] == {}
         assert result["ties"] <= SHARE * result["living"]
 
