@@ -13,16 +13,18 @@ import json
 import torch
 
 from esper.arena.config import BOTS, ArenaConfig
-from esper.arena.native import layout as at
+from esper.arena.native import cuda, layout as at
 from esper.arena.native.battle import BEGIN_PHASES, DECIDE, ORDER_PHASES, RESULT_PHASES, TICK_PHASES, VIEW_PHASES
 from esper.arena.native.cuda import CudaKernels, phase_kernel
 from esper.arena.native.simulation import Simulation
 from esper.arena.start import make_grids
 
 DECISIONS = 5  # battles last four
+THREADS = 3  # of a block, each of which is a thread of Python: 8 units need three blocks and leave a thread without work
 
 
 def main() -> None:
+    cuda.THREADS = THREADS
     config = ArenaConfig(battles=2, maps=2, size=16, team_size=2, smallest_team=1, seconds=1.0)
     grids = make_grids(config, seed=0)
     host, device = (Simulation(config, grids, battles=2, device=torch.device("cpu")) for _ in range(2))
