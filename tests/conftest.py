@@ -48,10 +48,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Let Python interpret the rules of the arena in the development loop, which must not wait for their compiler.
 
-    It holds for the processes of xdist and those that tests start, too. With the mark `slow`, all tests run the compiled rules.
+    It holds for the processes of xdist and those that tests start, too. With the mark `slow`, and on machines with a GPU, all tests run the
+    compiled rules.
     """
     assert "esper.arena.native.compiling" not in sys.modules, "the switch is read when the arena is imported, so no conftest may import it"
-    os.environ["ESPER_ARENA_NUMBA"] = "0" if is_development_loop(config) else "1"
+    os.environ["ESPER_ARENA_NUMBA"] = "0" if interprets_arena(config) else "1"
+
+
+def interprets_arena(config: pytest.Config) -> bool:
+    """Return whether these tests interpret the rules of the arena. Kernels for GPUs cannot be made of interpreted functions."""
+    return is_development_loop(config) and not torch.cuda.is_available()
 
 
 def is_development_loop(config: pytest.Config) -> bool:

@@ -31,7 +31,7 @@ from esper.arena.specs import PHYSICS
 from esper.arena.start import make_grids
 from esper.devices import threads
 from tests.arena import native_golden
-from tests.conftest import is_development_loop
+from tests.conftest import interprets_arena
 
 HERE = Path(__file__).parent
 SHARE = 0.001  # of observations that may differ, at ties
@@ -51,10 +51,10 @@ def test_development_loop_interprets_the_rules_and_all_other_tests_run_them_comp
         simulation = Simulation(config, make_grids(config, seed=0), battles=1, device=torch.device("cpu"))
         simulation.begin(seed=0)
         simulation.act(torch.zeros(2, 1, dtype=torch.int32))
-    if is_development_loop(pytestconfig):
+    if interprets_arena(pytestconfig):
         assert not compiled
     for loop in (step_battles, act_bots):
-        assert hasattr(loop.kernel, "signatures") != is_development_loop(pytestconfig)
+        assert hasattr(loop.kernel, "signatures") != interprets_arena(pytestconfig)
 
 
 def replay_interpreted(case: str, decisions: int) -> dict[str, Any]:

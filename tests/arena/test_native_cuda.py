@@ -13,6 +13,8 @@ import torch
 
 from esper.arena.arena import Arena
 from esper.arena.config import ArenaConfig
+from esper.arena.native.cuda import require_cuda
+from esper.runs.folder import RunError
 
 HERE = Path(__file__).parent
 
@@ -30,7 +32,16 @@ def test_simulated_device_agrees_with_interpreted_cpu() -> None:
 def test_missing_device_is_named() -> None:
     from esper.arena.native.cuda import CudaKernels
 
-    with pytest.raises((ImportError, RuntimeError), match="the arena on CUDA needs"):
+    with pytest.raises((ImportError, RunError), match="the arena on CUDA needs"):
         CudaKernels(battles=1, units=2)
-    with pytest.raises((ImportError, RuntimeError), match="the arena on CUDA needs"):
+    with pytest.raises((ImportError, RunError), match="the arena on CUDA needs"):
         Arena(ArenaConfig(battles=1), device="cuda")
+
+
+def test_interpreted_rules_are_refused_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for where, value in (("torch.cuda.is_available", True), ("esper.arena.native.cuda.cuda.is_available", True)):
+        monkeypatch.setattr(where, lambda value=value: value)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("esper.arena.native.cuda.IS_INTERPRETED", True)
+    with pytest.raises(RunError, match="needs compiled rules: unset ESPER_ARENA_NUMBA"):
+        require_cuda()

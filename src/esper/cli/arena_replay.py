@@ -101,10 +101,11 @@ def _device(info: ReplayInfo, wanted: Literal["auto", "cpu", "cuda"]) -> torch.d
 
     from esper.arena.replay import device_kind
     from esper.devices import find_device
+    from esper.runs.folder import RunError
 
     if wanted != "auto":
         return find_device(wanted)
-    with suppress(ImportError, RuntimeError):  # the arena cannot run on this GPU, for example because numba-cuda is missing
+    with suppress(ImportError, RunError):  # the arena cannot run on this GPU, for example because numba-cuda is missing
         if torch.cuda.is_available() and device_kind("cuda") == info.device:
             return torch.device("cuda")
     return torch.device("cpu")

@@ -42,10 +42,11 @@ from esper.arena.native.battle import (
     Phase,
 )
 from esper.arena.native.bots import act_unit
-from esper.arena.native.compiling import CACHE
+from esper.arena.native.compiling import CACHE, IS_INTERPRETED
 from esper.arena.native.layout import Battles, Choices, Ints, Longs, Maps, RuleBook, Tables, Views
 from esper.arena.specs import PHYSICS
 from esper.jit import cached_in, no_garbage_collection
+from esper.runs.folder import RunError
 
 if not hasattr(np, "row_stack"):  # NumPy 2.5 has removed it, and numba-cuda 0.30 imports it
     np.row_stack = np.vstack  # noqa: NPY201
@@ -64,10 +65,13 @@ def require_cuda() -> None:
     if IS_SIMULATED:
         return
     if importlib.util.find_spec("numba_cuda") is None:
-        how = "pip install 'esper-grow[cuda]', or 'numba-cuda[cu12]' for CUDA 12"
+        how = "pip install 'esper-grow[cuda]', or 'numba-cuda[cu12]' for CUDA 12; or use device cpu"
         raise ImportError(f"the arena on CUDA needs numba-cuda, which is not installed: {how}")
     if not torch.cuda.is_available() or not cuda.is_available():
-        raise RuntimeError("the arena on CUDA needs an NVIDIA GPU, its driver and a torch with CUDA: see https://pytorch.org/get-started")
+        how = "see https://pytorch.org/get-started, or use device cpu"
+        raise RunError(f"the arena on CUDA needs an NVIDIA GPU, its driver and a torch with CUDA: {how}")
+    if IS_INTERPRETED:
+        raise RunError("the arena on CUDA needs compiled rules: unset ESPER_ARENA_NUMBA and NUMBA_DISABLE_JIT, or use device cpu")
 
 
 # Kernels. Numba finds a stored kernel by its file, line and name, and by the contents of its closure, which two processes never pickle to
