@@ -24,7 +24,7 @@ from esper.arena.scenarios import FIRST_TEST_SEED, SCENARIOS, Scenario
 from esper.league.matches import MatchArena
 from esper.league.network import make_policy
 from esper.rl.config import NetworkConfig
-from tests.arena.worlds import doom, hash_of, put
+from tests.arena.worlds import doom, hash_of, put, scenario_with_few_maps
 from tests.league.arenas import UNIT
 
 TINY = ArenaConfig(team_size=2, size=16, maps=2, seconds=1.0, contacts=2, allies=1)  # four decisions
@@ -117,7 +117,8 @@ def test_spaces_are_those_of_a_team(env: ArenaVectorEnv) -> None:
 
 
 @pytest.mark.slow
-def test_scenarios_are_made_by_name_and_wrappers_of_gymnasium_understand_them() -> None:
+def test_scenarios_are_made_by_name_and_wrappers_of_gymnasium_understand_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCENARIOS, "2v2-open-v1", scenario_with_few_maps("2v2-open-v1"))
     assert all(f"esper/{name}" in gymnasium.registry for name in SCENARIOS)
     made = gymnasium.make_vec("esper/2v2-open-v1", num_envs=2, vectorization_mode="vector_entry_point", opponent="weak")
     assert made.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP

@@ -17,9 +17,9 @@ from esper.arena.config import ArenaConfig, ArenaRewardConfig
 from esper.arena.native import layout as at
 from esper.arena.observe import observation_width, state_width
 from esper.arena.pettingzoo import ArenaParallelEnv, agent_names, parallel_env
-from esper.arena.scenarios import find_scenario
+from esper.arena.scenarios import SCENARIOS
 from esper.config import ConfigError
-from tests.arena.worlds import doom, hash_of, place, put
+from tests.arena.worlds import doom, hash_of, place, put, scenario_with_few_maps
 
 SETTINGS = {"team_size": 2, "size": 16, "maps": 2, "seconds": 1.0, "contacts": 2, "allies": 1}  # four decisions
 
@@ -216,8 +216,10 @@ def test_agents_of_one_class_are_counted():
 
 
 @pytest.mark.slow
-def test_a_scenario_is_given_by_its_name_but_not_with_its_test_maps():
-    env, scenario = parallel_env("2v2-open-v1"), find_scenario("2v2-open-v1")
+def test_a_scenario_is_given_by_its_name_but_not_with_its_test_maps(monkeypatch):
+    scenario = scenario_with_few_maps("2v2-open-v1")
+    monkeypatch.setitem(SCENARIOS, scenario.name, scenario)
+    env = parallel_env("2v2-open-v1")
     assert env.config == msgspec.structs.replace(scenario.arena, battles=1)
     with pytest.raises(ValueError, match="makes the test maps of 2v2-open-v1"):
         parallel_env("2v2-open-v1", seed=scenario.test_seed)

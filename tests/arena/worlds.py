@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from esper.arena.native import layout as at
 from esper.arena.native.simulation import DECIDE_ONLY, LOOK, Saved, state_hash
 from esper.arena.orders import FIRE, MOTION
 from esper.arena.routes import find_ways
+from esper.arena.scenarios import Scenario, find_scenario
 from esper.arena.specs import WEAPONS, Material
 from esper.arena.start import Grids
 from esper.vecenv import Actions
@@ -34,6 +37,12 @@ VECTORS = {"position": at.X, "velocity": at.VELOCITY_X}  # first of three rows
 
 def small_config(**settings: Any) -> ArenaConfig:
     return ArenaConfig(**{"battles": 1, "team_size": 1, "size": 24, "maps": 1, "pack": ("medium",), "contacts": 2, "allies": 1, **settings})
+
+
+def scenario_with_few_maps(name: str) -> Scenario:
+    """Return a scenario with 2 training maps; its 1,024 take seconds to make."""
+    scenario = find_scenario(name)
+    return dataclasses.replace(scenario, arena=msgspec.structs.replace(scenario.arena, maps=2))
 
 
 def flat_arena(*pack: str, seed: int = 0, **settings: Any) -> Arena:

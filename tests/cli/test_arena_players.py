@@ -80,7 +80,7 @@ def test_an_evaluation_takes_player_files_and_players_of_the_package(
 
 @pytest.mark.slow
 def test_training_does_not_start_from_a_player_file(player: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["arena", "train", "--start-from", str(player), "--battles", "8", "--dry-run"]) == 2
+    assert main(["arena", "train", "--start-from", str(player), "--battles", "8", "--maps", "2", "--dry-run"]) == 2
     assert "is a player file, which has no critic to go on learning with" in capsys.readouterr().err
 
 
