@@ -48,8 +48,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Let Python interpret the rules of the arena in the development loop, which must not wait for their compiler.
 
-    It holds for the processes of xdist and those that tests start, too. With the mark `slow`, and on machines with a GPU, all tests run the
-    compiled rules.
+    Processes of xdist and processes that tests start inherit the setting. All other runs, such as `make test`, and machines with a GPU use
+    the compiled rules.
     """
     assert "esper.arena.native.compiling" not in sys.modules, "the switch is read when the arena is imported, so no conftest may import it"
     os.environ["ESPER_ARENA_NUMBA"] = "0" if interprets_arena(config) else "1"
