@@ -14,8 +14,7 @@
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3
-# One process more than there are cores, because tests also wait: for other processes, the disk and clocks.
-JOBS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_ALL := .venv/.installed-all
