@@ -103,7 +103,8 @@ SKILLS = {
     "strong": Skill(keeps_moving=True, picks_weapon=True, vents_at=0.85, tactics=Tactics()),
     "expert": Skill(expertise=Expertise()),
 }
-SKILLS |= {f"{name}-v1": SKILLS[name] for name in ("middle", "strong", "expert")}  # until the bot without a version changes
+# Frozen bots. Before a bot without a version changes, write the settings of its frozen one out here.
+SKILLS |= {f"{name}-v1": SKILLS[name] for name in ("middle", "strong", "expert")}
 
 
 class Bot:
