@@ -105,7 +105,7 @@ Scores = dict[tuple[str, int], dict[str, float]]  # against each opponent, by ch
 
 
 def read_scores(paths: list[Path]) -> dict[str, Scores]:
-    """Return the scores by scenario, "" for trainings without one. Trainings of other lengths or numbers of battles have other titles."""
+    """Return the scores by title: the scenario, or "" without one. Battles and steps are part of the title where they differ."""
     found: dict[tuple[str, int, int], Scores] = {}
     for record in (json.loads(line) for path in paths for line in path.read_text().splitlines()):
         if "change" in record:

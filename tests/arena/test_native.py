@@ -58,7 +58,7 @@ def test_development_loop_interprets_the_rules_and_all_other_tests_run_them_comp
 
 
 def replay_interpreted(case: str, decisions: int) -> dict[str, Any]:
-    """Replay golden decisions with interpreted rules, if this process has compiled ones in another: that is decided at their import."""
+    """Replay golden decisions with interpreted rules. If this process runs compiled rules, another process does it."""
     if compiling.IS_INTERPRETED:
         return native_golden.replay(native_golden.DATA / f"{case}.npz", decisions=decisions)
     command = [sys.executable, "-m", "tests.arena.native_golden", case, "--decisions", str(decisions)]

@@ -40,7 +40,7 @@ def small_config(**settings: Any) -> ArenaConfig:
 
 
 def scenario_with_few_maps(name: str) -> Scenario:
-    """Return a scenario with 2 training maps; its 1,024 take seconds to make."""
+    """Return a scenario with 2 training maps instead of 1,024, which take seconds to make."""
     scenario = find_scenario(name)
     return dataclasses.replace(scenario, arena=msgspec.structs.replace(scenario.arena, maps=2))
 

@@ -191,7 +191,7 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-# Contradictions within the file, with the seed or with the rules
+# Find contradictions within the file, with the seed or with the rules
 
 _Wrong = tuple[int, str] | None  # frame, and what is wrong there
 

@@ -3,8 +3,8 @@
 Numba turns the product of a float32 and a literal such as 0.5 into a double, so literals are written as `const(0.5)` at the top of a
 module, and whole numbers are converted by `f32`.
 
-`ESPER_ARENA_NUMBA=0` lets Python interpret the functions, some hundred times slower and without a compiler, for tests of short battles and
-for debuggers. Numba's own `NUMBA_DISABLE_JIT=1` does the same, and also switches the learner's kernels off.
+`ESPER_ARENA_NUMBA=0` lets Python interpret the functions, which is slower but needs no compilation: for tests of short battles, and for
+debuggers. Numba's own `NUMBA_DISABLE_JIT=1` does the same, and also switches the learner's kernels off.
 """
 
 from __future__ import annotations
