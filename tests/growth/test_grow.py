@@ -6,7 +6,7 @@ import copy
 import io
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -163,6 +163,38 @@ def test_step_loss_takes_any_batch_and_output_and_slots_are_still_found() -> Non
         config=config(slots=("host.first",)),
     )
     assert len(grown.ledger.entries) == 1
+
+
+class Caching(nn.Module):
+    """Multiplies the host's inputs by weights that it keeps for as many samples as it saw last, as rotary embeddings do."""
+
+    def __init__(self, note: Callable[[tuple[bool, bool]], None]) -> None:
+        super().__init__()
+        self.host, self.note = make_host(), note
+        self.kept: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.note((self.training, torch.is_inference_mode_enabled()))
+        if len(self.kept.get("weights", ())) != len(x):
+            self.kept["weights"] = torch.ones(len(x), 1)
+        return self.host.head(self.kept["weights"] * self.host.second(self.host.first(x)))
+
+
+def test_validation_runs_in_inference_mode_and_caches_of_the_model_serve_gradients_afterwards() -> None:
+    modes: list[tuple[bool, bool]] = []
+    train, val = make_data(2), [*make_data(1, size=5), *make_data(1, size=8)]
+    grow(
+        Caching(lambda mode: modes.append(mode)),
+        train,
+        val,
+        loss_fn=cross_entropy,
+        epochs=2,
+        controller="never",
+        config=config(slots=("host.first",)),
+    )
+    looks = modes.index((True, False))  # the passes before the first step of the training, which look at the model
+    assert {in_inference for training, in_inference in modes[looks:] if not training} == {True}
+    assert {in_inference for training, in_inference in modes if training} == {False}
 
 
 def test_a_schedule_on_plateau_gets_the_validation_loss() -> None:

@@ -44,6 +44,16 @@ def test_a_bot_acts_for_its_rows_and_another_of_its_seed_goes_on_where_it_was(ar
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+def test_a_policy_chooses_in_inference_mode(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    player, modes = PolicyPlayer(small_policy(CONFIG), ROWS, units=UNITS), []
+    decide = player.policy.decide
+    monkeypatch.setattr(player.policy, "decide", lambda *parts: (modes.append(torch.is_inference_mode_enabled()), decide(*parts))[1])
+    result = arena.reset()
+    for _ in range(2):
+        result = arena.step(join_actions([(ROWS, player.act(result)), (ROWS.new_tensor([2, 3, 4, 5, 10, 11]), player.act(result))], 12))
+    assert modes == [True] * 4
+
+
 def test_a_policy_on_another_device_waits_for_that_device(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)

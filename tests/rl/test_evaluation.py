@@ -56,6 +56,16 @@ def test_every_environment_gives_its_share_of_episodes_however_long_they_are(epi
     assert result.returns == [float(length) for length in result.lengths]
 
 
+def test_the_policy_acts_in_inference_mode_and_the_environment_steps_outside_of_it():
+    modes, env = [], Uneven(num_envs=4)
+    ppo, step = PPO(env, SMALL), env.step
+    env.step = lambda actions: (modes.append(("step", torch.is_inference_mode_enabled())), step(actions))[1]
+    act = ppo.policy.act
+    ppo.policy.act = lambda *given, **named: (modes.append(("act", torch.is_inference_mode_enabled())), act(*given, **named))[1]
+    ppo.evaluate(episodes=4)
+    assert set(modes) == {("act", True), ("step", False)}
+
+
 def test_an_endless_episode_is_cut_at_the_step_limit_and_counted_with_a_warning():
     class Endless(Uneven):
         def reset(self, seed=None):

@@ -40,7 +40,7 @@ from esper.growth.batches import (
 from esper.growth.config import GrowthError, TrainingConfig
 from esper.growth.events import GrowthStarted
 from esper.growth.grower import Grower
-from esper.growth.host.isolation import isolated
+from esper.growth.host.isolation import evaluated, isolated
 from esper.growth.host.slots import tensors_in
 from esper.growth.host.slotted import add_slots
 from esper.growth.lifecycle.governor import Diverged, LossRange
@@ -412,11 +412,11 @@ class Training:
 
         `sums` takes the metrics of every batch, from the same forward passes.
         """
-        with isolated(self.model), torch.no_grad(), nullcontext() if sums is None else sums.recording():
-            self.model.eval()
+        with evaluated(self.model) as in_inference, nullcontext() if sums is None else sums.recording():
             for number, raw in enumerate(self.val_loader, start=1):
                 batch = move(raw, self.device)
-                loss = self._loss(batch).detach()
+                with in_inference():
+                    loss = self._loss(batch)
                 if sums is not None:
                     sums.note(batch, size_of(batch), where=f"batch {number} of the validation loader")
                 yield loss, size_of(batch)

@@ -71,7 +71,7 @@ class PolicyPlayer:
                 torch.cuda.synchronize(device)
         return moved
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _choose(self, seen: dict[str, Tensor]) -> Actions:
         policy, distribution = self.policy, self.policy.distribution
         obs = {name.removeprefix("obs/"): value for name, value in seen.items() if name.startswith("obs/")}

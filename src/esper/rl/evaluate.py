@@ -70,7 +70,7 @@ def _never() -> bool:
     return False
 
 
-@torch.no_grad()
+@torch.no_grad()  # environments are no part of the inference mode below: their tensors are written later
 def evaluate(
     policy: Policy,
     env: VecEnv,
@@ -129,7 +129,8 @@ def _evaluate(
                     raise EvaluationStopped(f"stopped after {sum(map(len, finished))} of {episodes} episodes")
             obs = {name: value.to(device) for name, value in timestep.obs.items()}
             masks = {head: mask.to(device) for head, mask in timestep.masks.items()}
-            actions, state = policy.act(obs, state, masks=masks, starts=starts, generator=generator)
+            with torch.inference_mode():
+                actions, state = policy.act(obs, state, masks=masks, starts=starts, generator=generator)
             # Copy the actions: environments may write to them.
             timestep = env.step({head: action.clone().to(env.device) for head, action in actions.items()})
             steps += 1

@@ -25,10 +25,11 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,6 +51,33 @@ def isolated(model: nn.Module, *, apart_from: Iterable[nn.Module] = ()) -> Itera
     """
     with Isolation(model).guard(apart_from=apart_from):
         yield
+
+
+@contextmanager
+def evaluated(model: nn.Module) -> Iterator[Callable[[], AbstractContextManager[object]]]:
+    """Isolate validation passes in eval mode, without gradients. Yields a context for the computation of each loss: inference mode.
+
+    Loaders and metrics are no part of it, because they may keep their tensors. No gradient passes through a tensor that was made in
+    inference mode, so those that the model's modules keep in their attributes, as caches do, are replaced by copies afterwards.
+    """
+    with isolated(model), torch.no_grad():
+        model.eval()
+        try:
+            yield torch.inference_mode
+        finally:
+            for module in model.modules():
+                _leave_inference(vars(module))
+
+
+def _leave_inference(holder: dict[Any, Any] | list[Any], *, depth: int = 3) -> None:
+    """Replace tensors that were made in inference mode by copies, in a dict or list and those in it."""
+    for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
+        if isinstance(value, Tensor) and value.is_inference():
+            holder[key] = value.clone()
+        elif type(value) is tuple and any(isinstance(item, Tensor) and item.is_inference() for item in value):
+            holder[key] = tuple(item.clone() if isinstance(item, Tensor) else item for item in value)
+        elif type(value) in (dict, list) and depth:
+            _leave_inference(value, depth=depth - 1)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from esper.growth.batches import StepLoss
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.grower import Grower
-from esper.growth.host.isolation import isolated
+from esper.growth.host.isolation import evaluated
 from esper.growth.host.slotted import Slotted, add_slots
 from esper.growth.host.state_dict import SeedsIgnored
 from esper.growth.lifecycle.stages import Controller
@@ -250,10 +250,11 @@ class GrowthCallback(Callback):
 
         `sums` takes the metrics of every batch, from the same forward passes.
         """
-        with isolated(pl_module), torch.no_grad(), nullcontext() if sums is None else sums.recording():
-            pl_module.eval()
+        with evaluated(pl_module) as in_inference, nullcontext() if sums is None else sums.recording():
             for number, batch in enumerate(_validation_batches(trainer, pl_module), start=1):
-                yield self._loss(trainer, pl_module, batch), size_of(batch)
+                with in_inference():
+                    loss = self._loss(trainer, pl_module, batch)
+                yield loss, size_of(batch)
                 grower.count_evaluation(size_of(batch))
                 if sums is not None:
                     with trainer.precision_plugin.forward_context():
