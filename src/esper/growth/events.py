@@ -69,8 +69,7 @@ class EpochEnded(Event, tag="epoch_ended"):
     data_wait_seconds: float | None = None  # total wait for the training loader; this and step_seconds are None in a user's own loop
     resources: dict[str, float] = {}  # see `esper.runs.telemetry.ResourceMeter`
     skipped: int = 0
-    """Steps that the host's optimiser skipped because a gradient overflowed under its loss scale. Skipped steps of seeds are in `slots`.
-    Not counted for a fused optimiser, which skips on the device, and in a user's own loop."""
+    """Steps that the host's optimiser skipped because a gradient overflowed under its GradScaler. Skipped steps of seeds are in `slots`."""
     metrics: dict[str, float] = {}  # name -> mean over the validation samples, such as accuracy
 
     def shown(self) -> Mapping[str, Any]:

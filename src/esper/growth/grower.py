@@ -241,7 +241,8 @@ class Grower:
         if samples is None:
             samples = self.slotted.calls.samples or None
         samples = None if samples is None else samples * self._group.world_size
-        is_lost = self._is_lost(value)
+        is_lost, is_skipped = self._is_lost(value), self._has_overflowed()
+        self.history.skipped = self.history.skipped + is_skipped
         if not is_lost:
             self._make_first_decision()
         # Record the loss and the FLOPs, including those that the probe has spent in this step.
@@ -258,7 +259,7 @@ class Grower:
             if self.epoch == 0 and self.history.steps == 1:
                 self._recovery.hold_moving()  # find frozen parameters that the training loop changes by hand
             self._step_shadow_seeds(closure)
-            self._tick()
+            self._tick(is_skipped)
         self._has_stepped = False
         self._prepare_next_step()
         self._emit_events()
@@ -277,9 +278,9 @@ class Grower:
             with self._prober.paused():
                 self._shadow.step(self._shadow_seeds, closure, scale=self._loss_scale(), group=self._group)
 
-    def _tick(self) -> None:
-        """Advance the warm-up of the seeds' learning rates, and the alphas that move, by one step."""
-        is_skipped, curve = self._has_overflowed(), self.config.lifecycle.alpha_curve
+    def _tick(self, is_skipped: Tensor | bool) -> None:
+        """Advance the warm-up of the seeds' learning rates, and the alphas that move, by one step; the host may have skipped it."""
+        curve = self.config.lifecycle.alpha_curve
         for backend in self.lifecycles.backends.values():
             if backend.learner is not None:
                 backend.learner.tick(is_skipped=is_skipped)
@@ -291,11 +292,8 @@ class Grower:
 
         The result is a tensor if losses are scaled, because reading it would wait for the device.
         """
-        before, scale = self._last_loss_scale, self._loss_scale()
-        if scale is None:
-            return False
-        self._last_loss_scale = scale.clone()
-        return False if self._has_stepped else scale < before
+        scale = self._loss_scale()
+        return False if scale is None or self._has_stepped else scale < self._last_loss_scale
 
     def _step_flops(self) -> int:
         """Return the FLOPs per sample of one training step: 3 forward passes' worth, and the second pass of seeds in the shadow."""
@@ -552,6 +550,8 @@ class Grower:
         """Step the connected seeds and evaluate the probe, after the host's step. Gradients come from the user's backward passes."""
         # A fused optimiser under a GradScaler skips its step on the device. It has `found_inf` while it steps.
         scale, found_inf = self._loss_scale(), getattr(self._follower.optimizer, "found_inf", None)
+        if found_inf is not None:
+            self.history.skipped = self.history.skipped + (found_inf.reshape(()) > 0)
         for backend in self.lifecycles.backends.values():
             if backend.learner is not None and backend.slot.is_connected:
                 backend.learner.step(scale=scale, found_inf=found_inf, group=self._group)
@@ -673,6 +673,8 @@ class Grower:
         """Attach the probe and the recording for the next forward pass, and start to count its samples."""
         calls = self.slotted.calls
         calls.samples, calls.recording = 0, None
+        if (scale := self._loss_scale()) is not None:
+            self._last_loss_scale = scale.clone()
         if self._prober.probe is not None:
             self._prober.get_ready(self._optimizer_steps, self._optimizer_steps_before)
         if self._shadow_seeds:

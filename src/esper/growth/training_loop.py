@@ -329,7 +329,6 @@ class Training:
             losses.append(loss.detach())
         with self._part(OPTIMIZER):
             self._step_optimizer(grower.history.steps + 1)
-        grower.history.skipped += not self._has_stepped
         rollbacks = grower.rollbacks
         mean_loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         grower.after_step(mean_loss, closure=lambda: self._mean_loss(batches, shares), samples=sum(sizes))

@@ -84,7 +84,7 @@ class History:
         self._lap_samples = 0  # samples since the last call of `lap`
         self._lap_began = time.perf_counter()
         self.data_wait: float | None = None  # seconds spent waiting for data in this epoch; None: not measured
-        self.skipped = 0  # steps that the host's optimiser skipped since the last EpochEnded event
+        self.skipped: Tensor | int = 0  # steps that the host's optimiser skipped since the last EpochEnded event; may be on the device
         self.step_seconds: float | None = None  # mean seconds per step of the last epoch; None: not measured
         self._clock_began: float | None = None  # when the clock was started in this epoch; None: the steps are not timed
         self._untimed_steps = 0  # steps of this epoch before the clock was started, which happens after a resume
@@ -161,7 +161,7 @@ class History:
 
     def take_skipped(self) -> int:
         """Return the number of skipped steps and reset it."""
-        taken, self.skipped = self.skipped, 0
+        taken, self.skipped = int(self.skipped), 0
         return taken
 
     def lap(self) -> tuple[float, int]:
@@ -181,7 +181,7 @@ class History:
             "steps": self.steps,
             "losses": self._read(),
             "samples": self._samples,
-            "skipped": self.skipped,
+            "skipped": int(self.skipped),
             "way_steps": self._way_steps,
             "steps_at": [[epoch, steps] for epoch, steps in self._steps_at.items()],
         }

@@ -15,8 +15,9 @@ makes full steps in all weights at once, and the host's loss would jump (docs/lo
 
 Loss scale. With a GradScaler, a seed's gradients are unscaled before they are measured, clipped and used. If the scaler skips the host's
 step, the seeds skip theirs. If only a seed's own gradient overflows, only that seed's step is skipped, and the loss scale, which belongs to
-the host, is not lowered. On the CPU and with fused optimisers the step is really skipped. Elsewhere the test would wait for the device, so
-the step is made with a gradient of zero. Both are counted as skipped steps.
+the host, is not lowered. A skipped step changes no weight and no moment. On the CPU it is not made. On a device the test would wait, so it
+is made there and undone there, and fused optimisers skip it there themselves; the count of steps that Adam keeps on the CPU goes on. Only
+the first step of a seed by an optimiser that is not fused is waited for: there is no state yet that could be restored.
 
 Shapes: h and delta are [B, *place.shape].
 """
@@ -219,6 +220,7 @@ class SeedLearner:
         _check_needs_no_closure(self.optimizer)
         self._norms: list[Tensor] = []  # gradient norms of the steps since the last report, on the device
         self._skipped: Tensor | int = 0  # steps since the last report that were skipped because of the host's gradient
+        self._stepped: set[nn.Parameter] = set()  # parameters that this object has stepped, so that they have their state
         self.loss_unit = 1.0  # see LossRange: clipping and health are relative to it
 
     @property
@@ -239,10 +241,11 @@ class SeedLearner:
         if scale is not None:
             for gradient in gradients:
                 gradient.copy_(unscaled(gradient, scale))
-        # On the CPU, where reading a tensor does not wait for a device, skip the step here if the host skips its own, or if this gradient
-        # is not finite.
+        # Skip the step here if the host skips its own, or if this gradient is not finite, where reading a tensor waits for no device. Wait
+        # in a first step under a loss scale: its state could not be put back.
         norm = get_total_norm(gradients)
-        may_read = not reading_waits(norm)
+        is_new = any(one.grad is not None and one not in self._stepped for one in self.parameters)
+        may_read = not reading_waits(norm) or (scale is not None and is_new and not is_fused(self.optimizer))
         if may_read and found_inf is not None and float(found_inf) > 0:
             self._skipped = self._skipped + 1
             return
@@ -254,14 +257,15 @@ class SeedLearner:
         if may_read or scale is None:
             self._clip(norm)
             self.optimizer.step()
+            self._stepped.update(one for one in self.parameters if one.grad is not None)
             return
-        # Under a loss scale on a device, decide there: set a bad gradient to zero, and let a fused optimiser skip the step.
+        # Under a loss scale on a device, decide there. A bad gradient becomes zero, for state that `_undone_where` does not find.
         is_bad = ~torch.isfinite(norm) if found_inf is None else ~torch.isfinite(norm) | (found_inf.to(norm.device) > 0)
         self._skipped = self._skipped + (is_bad & torch.isfinite(norm))
         for gradient in gradients:
             gradient.masked_fill_(is_bad, 0.0)
         self._clip(norm.masked_fill(is_bad, 0.0))
-        with _skipped_where(is_bad, self.optimizer):
+        with (_skipped_where if is_fused(self.optimizer) else _undone_where)(is_bad, self.optimizer):
             self.optimizer.step()
 
     def _clip(self, norm: Tensor) -> None:
@@ -308,23 +312,53 @@ class SeedLearner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self._norms = list(state["norms"].to(self.parameters[0].device).unbind())
-        skipped = state.get("skipped")  # missing in files of earlier versions
-        self._skipped = 0 if skipped is None else skipped[0].to(self.parameters[0].device)
+        self._skipped = state["skipped"][0].to(self.parameters[0].device)
         self._steps, self._warmup = state["steps"], state["warmup"]
+        self._stepped.clear()
         self.zero_grad()
 
 
 @contextmanager
+def _undone_where(is_bad: Tensor, optimizer: Optimizer) -> Iterator[None]:
+    """Make the step inside the `with` block change nothing if `is_bad`, which stays on its device."""
+    kept = [
+        (parameter, parameter.detach().clone(), {name: value.clone() for name, value in _tensors_of(optimizer, parameter, is_bad.device)})
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+    yield
+    with torch.no_grad():
+        for parameter, weights, state in kept:
+            parameter.copy_(torch.where(is_bad, weights, parameter))
+            for name, value in _tensors_of(optimizer, parameter, is_bad.device):
+                value.copy_(torch.where(is_bad, state.get(name, value), value))
+
+
+@contextmanager
 def _skipped_where(is_bad: Tensor, optimizer: Optimizer) -> Iterator[None]:
-    """Let a fused optimiser skip its step if `is_bad`, which it reads on the device. Has no effect on other optimisers."""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        yield
-        return
+    """Let a fused optimiser skip the step inside the `with` block if `is_bad`, which it reads on the device."""
+    had = {parameter: set(state) for parameter, state in optimizer.state.items()}
     optimizer.grad_scale, optimizer.found_inf = None, is_bad.float()  # type: ignore[attr-defined]
     try:
         yield
     finally:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+    # A skipped first step leaves the momentum of SGD uninitialised.
+    for parameter, state in optimizer.state.items():
+        for name in state.keys() - had.get(parameter, set()):
+            if isinstance(state[name], Tensor):
+                state[name].masked_fill_(is_bad, 0.0)
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Return whether the optimiser itself skips a step where its `found_inf` is above 0. It is the mark that GradScaler asks for."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _tensors_of(optimizer: Optimizer, parameter: nn.Parameter, device: torch.device) -> list[tuple[str, Tensor]]:
+    """Return the tensors on a device in the state of a parameter, by name."""
+    state = optimizer.state.get(parameter, {})  # indexing would make an entry
+    return [(name, value) for name, value in state.items() if isinstance(value, Tensor) and value.device == device]
 
 
 def nested(optimizer: Optimizer) -> list[Optimizer]:
