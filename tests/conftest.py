@@ -19,11 +19,15 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import tyro._docstrings
 from hypothesis import settings
+
+import esper.files
+from esper.runs.folder import CONFIG, EVENTS
 
 gc.disable()  # until the tests are collected: importing makes no garbage
 torch.set_num_threads(1)
@@ -92,6 +96,47 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if missing:
         end = pytest.fail if item.config.getoption("--extras") else pytest.skip
         end(f"needs {', '.join(missing)}, which `make test-all` installs")
+
+
+# Files of a run are opened by two functions of `esper.files`, which follow no links. A test fails that opens one in another way.
+# An open is judged by the path, and by the innermost function of esper or of the tests on the stack; tests themselves may open anything.
+# Files that users name, such as models, may be inside a run too: `open_file` may read those. TensorBoard and Weights & Biases open the
+# files in their folders themselves, and torch writes the trace of a profile.
+
+USER_NAMED = (".safetensors",)
+FOLDERS_OF_OTHERS = frozenset({"tensorboard", "wandb", "profile"})
+ESPER, TESTS = f"{Path(esper.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}"
+_opened_otherwise: list[str] = []
+_tests_folder = "\0"  # prefix of the paths in which tests work; known when the first test has a folder
+
+
+def _watch_opening(event: str, arguments: tuple[Any, ...]) -> None:
+    """Note where esper opens a file of a run. Python calls this for every audit event, also for those that no test is about."""
+    if event != "open" or not isinstance(arguments[0], str) or not os.path.abspath(arguments[0]).startswith(_tests_folder):
+        return
+    path, flags = Path(os.path.abspath(arguments[0])), arguments[2]
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not frame.f_code.co_filename.startswith((ESPER, TESTS)):
+        frame = frame.f_back
+    file, function = frame.f_code.co_filename, frame.f_code.co_name
+    if not file.startswith(ESPER) or flags & os.O_DIRECTORY:
+        return
+    is_door = file == esper.files.__file__ and (flags & (os.O_NOFOLLOW | os.O_EXCL) or path.suffix in USER_NAMED)
+    run = next((place for place in list(path.parents)[:4] if (place / CONFIG).is_file() and (place / EVENTS).exists()), None)
+    if run is not None and not is_door and path.relative_to(run).parts[0] not in FOLDERS_OF_OTHERS:
+        _opened_otherwise.append(f"{path} by {function} in {file}, line {frame.f_lineno}")
+
+
+sys.addaudithook(_watch_opening)
+
+
+@pytest.fixture(autouse=True)
+def _runs_opened_through_one_door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    global _tests_folder
+    _tests_folder = str(tmp_path_factory.getbasetemp())
+    yield
+    found, _opened_otherwise[:] = list(dict.fromkeys(_opened_otherwise)), []
+    assert not found, f"files of a run are opened by open_in_run and write_in_run of esper.files only, but not {'; '.join(found)}"
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import esper.files
-from esper.files import FileError, make_folder, remove, write_file
+from esper.files import TEMPORARY, FileError, RunMode, make_folder, open_in_run, remove, remove_temporaries, write_file, write_in_run
 from esper.runs import NotTensorsError, read_tensors, write_tensors
 from tests.faults import Crash, crash_at
 
@@ -55,13 +55,45 @@ def test_a_written_file_has_the_usual_mode_and_keeps_a_changed_one(tmp_path: Pat
     assert (stat.S_IMODE(path.stat().st_mode), path.read_bytes()) == (0o640, b"second")
 
 
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    path = tmp_path / "link"
-    path.symlink_to(tmp_path / "elsewhere" / "file")
+def test_a_link_is_replaced_and_its_target_stays(tmp_path: Path) -> None:
+    target, path = tmp_path / "target", tmp_path / "link"
+    target.write_bytes(b"precious")
+    path.symlink_to(target)
     write_file(path, b"content")
-    assert path.is_symlink()
-    assert (tmp_path / "elsewhere" / "file").read_bytes() == b"content"
+    assert (path.is_symlink(), path.read_bytes(), target.read_bytes()) == (False, b"content", b"precious")
+
+
+@pytest.mark.parametrize("mode", ["rb", "r+b", "ab"])
+def test_a_file_of_a_run_is_opened_without_following_a_link_or_waiting_for_a_pipe(tmp_path: Path, mode: RunMode) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    (outside / "inner").mkdir(parents=True)
+    (outside / "inner" / "file").write_bytes(b"precious")
+    (run / "folder").mkdir(parents=True)
+    (run / "folder" / "link").symlink_to(outside / "inner" / "file")
+    (run / "linked").symlink_to(outside / "inner")
+    (tmp_path / "alias").symlink_to(run)
+    for path in (run / "folder" / "link", run / "linked" / "file"):
+        with pytest.raises(FileError, match="is a link, and links in the folder of a run are not followed"):
+            open_in_run(path, mode, run=run)
+    with pytest.raises(FileError, match="is a link"):
+        write_in_run(run / "linked" / "file", b"", run=run)
+    os.mkfifo(run / "pipe")
+    with pytest.raises(FileError, match="pipe is a device or a pipe"):
+        open_in_run(run / "pipe", mode)
+    write_in_run(tmp_path / "alias" / "folder" / "file", b"ours", run=tmp_path / "alias")
+    with open_in_run(tmp_path / "alias" / "folder" / "file", mode, run=tmp_path / "alias") as file:
+        assert mode == "ab" or file.read() == b"ours", "the folder of the run may be a link"
+    assert (outside / "inner" / "file").read_bytes() == b"precious"
+
+
+def test_temporary_files_of_ended_processes_are_removed_and_those_of_living_ones_stay(tmp_path: Path) -> None:
+    ended = os.spawnlp(os.P_NOWAIT, "true", "true")
+    os.waitpid(ended, 0)
+    kept = [tmp_path / f"{TEMPORARY}{os.getppid()}-a", tmp_path / "other"]
+    for path in (*kept, *(tmp_path / f"{TEMPORARY}{name}" for name in (f"{ended}-a", f"{os.getpid()}-a", "step-1"))):
+        path.touch()
+    remove_temporaries(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
 
 
 def test_a_folder_or_a_device_is_not_replaced(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform, get_t
 import msgspec
 from msgspec.inspect import Metadata, StructType, Type, UnionType
 
-from esper.files import MAX_CONFIG_BYTES, FileError, digest_of, parse_toml, printable, read_file, reason_of, write_file
+from esper.files import MAX_CONFIG_BYTES, FileError, digest_of, parse_toml, printable, read_file, read_in_run, reason_of, write_file
 from esper.text_table import did_you_mean
 
 PositiveInt = Annotated[int, msgspec.Meta(gt=0)]
@@ -127,7 +127,7 @@ def load(config_type: type[ConfigT], path: str | Path) -> ConfigT:
 
 def load_saved(config_type: type[ConfigT], path: str | Path) -> ConfigT:
     """Return the config of a run, written by `save`. Raise `ConfigError` if the file was changed since."""
-    text, values = _parse_file(path)
+    text, values = _parse_file(path, is_of_run=True)
     if not _is_as_saved(text, values):
         raise ConfigError(
             "",
@@ -147,9 +147,10 @@ def _is_as_saved(text: str, values: dict[str, object]) -> bool:
     return _LAST_LINE.format(digest_of(values)) in (line.strip() for line in text.splitlines())
 
 
-def _parse_file(path: str | Path) -> tuple[str, dict[str, object]]:
+def _parse_file(path: str | Path, *, is_of_run: bool = False) -> tuple[str, dict[str, object]]:
     try:
-        content = read_file(path, max_bytes=MAX_CONFIG_BYTES)
+        read = read_in_run if is_of_run else read_file
+        content = read(Path(path), max_bytes=MAX_CONFIG_BYTES)
         return content.decode(), parse_toml(content)
     except OSError as error:
         problem = (

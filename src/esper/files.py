@@ -1,11 +1,16 @@
 """Write files atomically, read untrusted files safely, and detect files that were changed.
 
-Every file that esper writes goes through `write_file`; only the event log, which grows line by line, has its own code. When `write_file`
-returns, the content and the name of the file are on disk; at any moment a reader finds either the old file or the new one. `make_folder`,
-`rename` and `remove` do the same for folders. All of them call `os`, so tests can inject faults in one place: `esper.files.os`.
+Every file that esper writes whole goes through `write_file`. When it returns, the content and the name of the file are on disk; at any
+moment a reader finds either the old file or the new one. A link is replaced, never followed. `make_folder`, `rename` and `remove` do the
+same for folders. All of them call `os`, so tests can inject faults in one place: `esper.files.os`.
 
 Files that esper reads may come from anywhere. `read_file`, `parse_json` and `parse_toml` refuse pipes, devices, huge files and deep
 nesting, which would fill the memory or the stack, or never end.
+
+The folder of a run may come from a stranger, so nothing inside of it may lead out of it. Files of a run are opened by two functions only:
+`open_in_run`, for reading, appending and locks, and `write_in_run`. They refuse a link, and a folder below that of the run that is a link;
+the folder of the run itself may be one. Files that a user names, such as a model or a config, are opened by `open_file`, which follows
+links. Tests fail where a file of a run is opened in another way (`tests/conftest.py`).
 
 Every file that esper reads back has a sha256, in itself or in another file that has one:
 
@@ -35,7 +40,7 @@ import stat
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 TEMPORARY = ".tmp-"  # prefix of the names of unfinished files and folders
 DIGEST = "sha256"  # key of the digest in a table
@@ -57,12 +62,12 @@ class FileError(ValueError):
 def write_file(path: Path | str, *parts: bytes | memoryview) -> None:
     """Write a file from its parts, atomically, and return when it is on disk. Missing folders are made.
 
-    The new file keeps the mode of the one it replaces. If `path` is a symbolic link, the file that it points to is replaced.
+    The new file keeps the mode of the one it replaces. If `path` is a symbolic link, the link is replaced and its target stays as it is.
     """
-    target = Path(os.path.realpath(path))
+    target = Path(path)
     mode = _mode_of(target)
     make_folder(target.parent)
-    temporary = target.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
+    temporary = target.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}")
     try:
         _write_new(temporary, parts, mode)
         os.replace(temporary, target)
@@ -78,10 +83,12 @@ def write_file(path: Path | str, *parts: bytes | memoryview) -> None:
 
 
 def _mode_of(target: Path) -> int | None:
-    """Return the mode of the file that is to be replaced; None if there is none. Raise OSError if it is not a regular file."""
+    """Return the mode of the file that is to be replaced; None if there is none or a link. Raise OSError if it is not a regular file."""
     try:
-        found = target.stat().st_mode
+        found = target.lstat().st_mode
     except FileNotFoundError:
+        return None
+    if stat.S_ISLNK(found):
         return None
     if stat.S_ISREG(found):
         return stat.S_IMODE(found)
@@ -149,36 +156,120 @@ def remove(path: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove the unfinished files and folders that a crash left behind. No other process may write there at the same time."""
+    """Remove the unfinished files and folders that a crash left in a folder, but not those that another process is writing just now."""
     for path in folder.glob(f"{TEMPORARY}*"):
-        remove(path)
+        writer = path.name.removeprefix(TEMPORARY).partition("-")[0]
+        if not writer.isdecimal() or int(writer) == os.getpid() or not _is_running(int(writer)):
+            remove(path)
 
 
-def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # a process of another user, or no number of a process
+        return True
+    return True
+
+
+def sync(folder: Path) -> None:
+    """Wait until a folder's list of names is on disk. An error names the folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from error  # os.fsync's error names no file
     finally:
         os.close(descriptor)
 
 
 def open_file(path: Path | str) -> BinaryIO:
-    """Open a regular file for reading. Raise FileError for a pipe or a device, without blocking on it, and OSError as `open` does."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 (the caller closes it)
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise FileError(f"{path} is a device or a pipe, not a regular file")
-    return file
+    """Open a regular file that a user named for reading; links are followed.
+
+    Raise FileError for a pipe or a device, without blocking on it, and OSError as `open` does.
+    """
+    return _opened(path, "rb")
 
 
 def read_file(path: Path | str, *, max_bytes: int) -> bytes:
-    """Return the content of a regular file. Raise FileError if it has more than `max_bytes`, and OSError as `open` does."""
+    """Return the content of a regular file that a user named; see `open_file`. Raise FileError if it has more than `max_bytes`."""
     with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > max_bytes:
-            raise FileError(f"{path} has {size:,} bytes, but at most {max_bytes:,} are allowed")
-        return file.read(size)
+        return _read_all(file, path, max_bytes)
+
+
+RunMode = Literal["rb", "r+b", "ab"]
+_FLAGS: dict[RunMode, int] = {"rb": os.O_RDONLY, "r+b": os.O_RDWR, "ab": os.O_WRONLY | os.O_CREAT | os.O_APPEND}
+
+
+def open_in_run(path: Path, mode: RunMode = "rb", *, run: Path | None = None) -> BinaryIO:
+    """Open a regular file of a run, for reading or for changes in place: "ab" makes a missing file and appends to it.
+
+    `run` is the folder of the run, by default that of the file. Raise FileError for a link, a pipe or a device, without blocking on it, and
+    OSError as `open` does.
+    """
+    check_in_run(path, run=run)
+    try:
+        return _opened(path, mode, os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # it became a link a moment ago
+            raise FileError(_IS_LINK.format(path)) from error
+        raise
+
+
+def read_in_run(path: Path, *, max_bytes: int, run: Path | None = None) -> bytes:
+    """Return the content of a file of a run; see `open_in_run`. Raise FileError if it has more than `max_bytes`."""
+    with open_in_run(path, run=run) as file:
+        return _read_all(file, path, max_bytes)
+
+
+def write_in_run(path: Path, *parts: bytes | memoryview, run: Path | None = None) -> None:
+    """Write a file of a run; see `write_file`. `run` is the folder of the run, by default that of the file."""
+    check_in_run(path.parent, run=run or path.parent)
+    write_file(path, *parts)
+
+
+_IS_LINK = "{} is a link, and links in the folder of a run are not followed; put the file or folder itself there"
+
+
+def check_in_run(path: Path, *, run: Path | None = None) -> None:
+    """Raise FileError if a file or folder of a run is a link, or a folder on the way to it from that of the run."""
+    place, top = path, path.parent if run is None else run
+    while place != top:
+        assert place.parent != place, f"{path} is not in {top}"
+        if place.is_symlink():
+            raise FileError(_IS_LINK.format(place))
+        place = place.parent
+
+
+def _opened(path: Path | str, mode: RunMode, flags: int = 0) -> BinaryIO:
+    """Open a regular file. Without O_NONBLOCK, opening a pipe would wait for its other end."""
+    try:
+        descriptor = os.open(path, _FLAGS[mode] | os.O_NONBLOCK | os.O_CLOEXEC | flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.EOPNOTSUPP):  # a pipe that nobody reads, or a socket
+            raise FileError(_NOT_REGULAR.format(path)) from error
+        raise
+    try:
+        found = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(found):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(found):
+            raise FileError(_NOT_REGULAR.format(path))
+        return open(descriptor, mode)  # the caller closes it
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+_NOT_REGULAR = "{} is a device or a pipe, not a regular file"
+
+
+def _read_all(file: BinaryIO, path: Path | str, max_bytes: int) -> bytes:
+    size = os.fstat(file.fileno()).st_size
+    if size > max_bytes:
+        raise FileError(f"{path} has {size:,} bytes, but at most {max_bytes:,} are allowed")
+    return file.read(size)
 
 
 def parse_json(content: bytes | str) -> Any:

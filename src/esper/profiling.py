@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from esper.files import check_in_run
 from esper.text_table import aligned
 
 WARMUP = 3  # steps before the first one that is profiled, in which caches fill and kernels are compiled
@@ -94,6 +95,7 @@ class Profiler:
         running, self._profile, _active = self._profile, None, None
         running.stop()
         path = self.folder / TRACE
+        check_in_run(path, run=self.folder)
         path.parent.mkdir(exist_ok=True)
         running.export_chrome_trace(str(path))
 

@@ -245,17 +245,15 @@ def _read_errors(path: Path) -> Iterator[None]:
         raise ReplayError(f"the replay cannot be read: {reason_of(error)}") from error
 
 
-def find_replays(folder: Path | str, *, follow_links: bool = True) -> list[Path]:
-    """Return the replays of a run, newest first. The list may contain unreadable files and broken links.
-
-    Without `follow_links` there are no links in it, which may lead out of the folder.
-    """
+def find_replays(folder: Path | str) -> list[Path]:
+    """Return the replays of a run, newest first. The list may contain unreadable files, but no links, which may lead out of the run."""
     place = Path(folder) / FOLDER
-    if place.is_symlink() and not follow_links:
+    if place.is_symlink():
         return []
     found = [path for path in place.glob(f"*{SUFFIX}") if not path.name.startswith(".")]
-    kept = [path for path in found if follow_links or (path.is_file() and not path.is_symlink())]
-    return sorted(kept, key=lambda path: (_time_of(path), path.name), reverse=True)
+    return sorted(
+        (path for path in found if path.is_file() and not path.is_symlink()), key=lambda path: (_time_of(path), path.name), reverse=True
+    )
 
 
 def _time_of(path: Path) -> int:

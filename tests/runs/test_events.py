@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -499,14 +500,20 @@ def test_tensorboard_hides_what_a_resumed_run_has_cut(tmp_path: Path) -> None:
 
 
 def test_a_disk_still_full_at_exit_gives_a_warning_without_traceback(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def full(descriptor: int, content: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     at_exit: list[Callable[[], None]] = []
+    path = tmp_path / "events.jsonl"
     monkeypatch.setattr("esper.runs.log.atexit.register", at_exit.append)
-    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-        EventLog("/dev/full", run="a")
-    at_exit[0]()
-    assert [record.message for record in caplog.records] == ["the last events of /dev/full are lost: the disk is full (/dev/full)"]
+    with monkeypatch.context() as patch:
+        patch.setattr("esper.runs.log.os.write", full)
+        with pytest.raises(OSError, match=r"No space left on device: '.*events\.jsonl'"):
+            EventLog(path, run="a")
+        at_exit[0]()
+    assert [record.message for record in caplog.records][-1:] == [f"the last events of {path} are lost: the disk is full ({path})"]
 
 
 def test_a_log_that_was_removed_or_replaced_during_the_run_is_noticed(tmp_path: Path) -> None:

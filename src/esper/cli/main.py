@@ -185,9 +185,12 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
     from esper.config import ConfigError
+    from esper.files import FileError
 
     if isinstance(error, ConfigError):
         return str(error), USAGE
+    if isinstance(error, FileError):
+        return str(error), FAILED
     if isinstance(error, OSError) and error.filename is not None:
         from esper.files import reason_of
 

@@ -25,7 +25,7 @@ from esper.cli.command import CommandError, CommandResult, how_to_resume
 from esper.cli.parse import parse
 from esper.cli.watch import STATE_STYLES, sparkline
 from esper.config import Config
-from esper.runs.folder import EVENTS, GROW, TWIN, Kind, RunError, State
+from esper.runs.folder import GROW, TWIN, Kind, RunError, State, has_twin
 from esper.text_table import aligned, figure
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def run_show(argv: list[str], prog: str) -> CommandResult:
     with _user_errors():
         run = open_run(arguments.run)
         config = settings_read(run)
-    twin = open_run(arguments.run / TWIN) if (arguments.run / TWIN / EVENTS).is_file() else None
+    twin = open_run(arguments.run / TWIN) if has_twin(arguments.run) else None
     summary, figures, settings = run.summary(), final_figures(run), settings_of(config)
     of_twin = {} if twin is None else final_figures(twin)
     seeds, next_steps = seeds_of(run) if run.kind == "growth" else [], what_next(run, summary)
@@ -423,7 +423,7 @@ def _check_removable(folder: Path) -> None:
         raise RunError(f"{folder} is no run but holds {len(inside)}; name the ones to delete, such as {inside[0]}")
     if folder.is_symlink():
         raise RunError(f"{folder} is a link; name the folder that it points to")
-    for each in (open_run(folder), *([open_run(folder / TWIN)] if (folder / TWIN / EVENTS).is_file() else [])):
+    for each in (open_run(folder), *([open_run(folder / TWIN)] if has_twin(folder) else [])):
         if each.state() == "running":
             raise RunError(f"{folder} is still training; stop it first, or wait for it")
 

@@ -23,7 +23,7 @@ from esper.controller.description import HEADER, WHAT_TO_DO, ControllerDescripti
 from esper.controller.layout import LAYOUT_VERSION, observe, policy_decision
 from esper.controller.network import MoveEncoder, make_policy
 from esper.controller.value import ValueController, ValueModel
-from esper.files import write_file
+from esper.files import FileError, read_in_run, write_in_run
 from esper.growth.config import GrowthConfig
 from esper.growth.lifecycle.stages import Decision, GrowthState
 from esper.rl.policy import Policy
@@ -61,8 +61,12 @@ def save_controller(
     )
     parts = encode_tensors(weights, {HEADER: json.dumps(msgspec.to_builtins(description), allow_nan=False)})
     target = Path(path)
-    if not target.is_file() or target.read_bytes() != b"".join(parts):
-        write_file(target, *parts)
+    try:
+        is_there = read_in_run(target, max_bytes=sum(map(len, parts))) == b"".join(parts)
+    except (OSError, FileError):
+        is_there = False
+    if not is_there:
+        write_in_run(target, *parts)
 
 
 def load_controller(path: Path | str, *, seed: int | None = None) -> Learned:

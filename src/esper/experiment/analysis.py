@@ -21,6 +21,7 @@ from esper.devices import determinism, find_device, threads
 from esper.experiment.config import GrowTaskConfig
 from esper.experiment.training import COPY, make_controller
 from esper.experiment.work import Work, make_work
+from esper.files import check_in_run
 from esper.growth.analysis import analyse, seeds_in
 from esper.growth.host.saving import load as load_grown
 from esper.growth.run import KIND, MODEL
@@ -63,6 +64,7 @@ def opened_seeds(folder: Path | str, *, device: Device | None = None) -> Iterato
     with threads(config.threads), determinism(config.deterministic):
         work = make_work(config, find_device(device or config.device))
         if (place / MODEL).is_file():
+            check_in_run(place / MODEL)
             yield RunSeeds(load_grown(place / MODEL, model=work.model), work, open_run(place).step())
             return
         store = CheckpointStore(place / CHECKPOINTS, kind=KIND)

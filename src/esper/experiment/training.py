@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +34,7 @@ from esper.config import load_saved, saved_text
 from esper.devices import determinism, find_device, threads
 from esper.experiment.config import GrowTaskConfig
 from esper.experiment.work import Work, make_work
-from esper.files import make_folder
+from esper.files import MAX_FILE_BYTES, FileError, check_in_run, make_folder, read_file, read_in_run
 from esper.growth.batches import example_of
 from esper.growth.config import GrowthError
 from esper.growth.events import FinalTest, TwinCompared
@@ -135,6 +136,7 @@ def _grow_in(
     )
     twin = None
     if config.twin and not should_stop():
+        check_in_run(folder / TWIN)
         never = msgspec.structs.replace(config, controller="never", twin=False)
         twin_goes_on = (folder / TWIN / CONFIG).exists()
         twin_sink = None if make_sink is None else partial(make_sink, "its twin, which never grows")
@@ -218,10 +220,10 @@ def controller_copy(config: GrowTaskConfig, folder: Path, own_copy: Path | None)
     if config.controller_file is None or own_copy is not None:
         return {}
     try:
-        content = Path(config.controller_file).read_bytes()
-        if (folder / COPY).exists() and (folder / COPY).read_bytes() != content:
+        content = read_file(config.controller_file, max_bytes=MAX_FILE_BYTES)
+        if os.path.lexists(folder / COPY) and read_in_run(folder / COPY, max_bytes=MAX_FILE_BYTES) != content:
             raise RunError(f"{folder} holds a {COPY}, which the run would replace; choose another folder")
-    except OSError as error:
+    except (OSError, FileError) as error:
         raise RunError(f"the controller's file cannot be read: {error}") from error
     return {COPY: content}
 

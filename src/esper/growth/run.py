@@ -24,7 +24,7 @@ from torch import nn
 
 from esper.config import load_saved, save
 from esper.display import Card, Displayed
-from esper.files import remove, write_file
+from esper.files import remove, write_in_run
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.events import GrowthFinished, LoaderRestarted
 from esper.growth.grower import STEPS_PER_EPOCH, Grower
@@ -269,7 +269,7 @@ def _opened(
     opened = sinks()  # first, because it may fail, and the folder must then still be unused
     # Write the config last: a folder with a config is a complete run.
     for name, content in files.items():
-        write_file(place / name, content)
+        write_in_run(place / name, content)
     save(config, place / CONFIG)
     with _log(place, checkpoint, opened) as log:
         run = GrowthRun(place, log, checkpoint, should_stop=should_stop)

@@ -19,16 +19,18 @@ import msgspec
 
 import esper
 from esper.files import (
+    MAX_FILE_BYTES,
     MAX_JSON_BYTES,
     FileError,
+    check_in_run,
     make_folder,
     parse_json,
-    read_file,
+    read_in_run,
     reason_of,
     remove,
     remove_temporaries,
     with_digest,
-    write_file,
+    write_in_run,
 )
 from esper.league.league import League, LeagueError, Weights
 from esper.league.player_file import HEADER as PLAYER_HEADER
@@ -69,10 +71,11 @@ class LeagueStore:
 
     def save(self, league: League) -> None:
         """Write the league. It is safely on disk when this returns."""
+        check_in_run(self.members, run=self.folder.parent)
         make_folder(self.members)
         files = {name: self._save_weights(name, weights) for name, weights in league.weights.items()}
         content = LeagueFile(format=FORMAT, esper=esper.__version__, league=league.to_state(), weights=files)
-        write_file(self.folder / LEAGUE, to_json(with_digest(msgspec.to_builtins(content)), indent=1))
+        write_in_run(self.folder / LEAGUE, to_json(with_digest(msgspec.to_builtins(content)), indent=1), run=self.folder.parent)
         self._remove_all_but({entry.file for entry in files.values()})
 
     def load(self, *, with_weights: bool = True) -> League:
@@ -92,7 +95,7 @@ class LeagueStore:
 
     def _read_json(self) -> bytes:
         try:
-            return read_file(self.folder / LEAGUE, max_bytes=MAX_JSON_BYTES)
+            return read_in_run(self.folder / LEAGUE, max_bytes=MAX_JSON_BYTES, run=self.folder.parent)
         except FileNotFoundError as error:
             raise LeagueError(f"there is no league in {self.folder}: it has no {LEAGUE}") from error
         except OSError as error:
@@ -105,12 +108,19 @@ class LeagueStore:
         # A resumed run may enter other weights under a name that is already in use here. The old file must stay unchanged until the new
         # league.json is written, so the new weights get another file name ("NAME~2").
         file, count = f"{name}{_SUFFIX}", 1
-        while (self.members / file).exists() and (self.members / file).read_bytes() != content:
+        while (found := self._content_of(file)) not in (None, content):
             count += 1
             file = f"{name}~{count}{_SUFFIX}"
-        if not (self.members / file).exists():
-            write_file(self.members / file, content)
+        if found is None:
+            write_in_run(self.members / file, content, run=self.folder.parent)
         return WeightsFile(file, digest(content))
+
+    def _content_of(self, file: str) -> bytes | None:
+        """Return the content of a file of weights; None if there is none, or something that is no file of ours and will be replaced."""
+        try:
+            return read_in_run(self.members / file, max_bytes=MAX_FILE_BYTES, run=self.folder.parent)
+        except (FileNotFoundError, FileError):
+            return None
 
     def _remove_all_but(self, named: set[str]) -> None:
         for path in self.members.glob(f"*{_SUFFIX}"):
@@ -167,11 +177,13 @@ def _member_weights(members: Path, name: str, file: WeightsFile) -> Weights:
     if Path(file.file).name != file.file:
         raise LeagueError(f"the file of the weights of {name!r}, {file.file!r}, is outside of {members}; {fix}")
     try:
-        content = path.read_bytes()
+        content = read_in_run(path, max_bytes=MAX_FILE_BYTES, run=members.parent.parent)
     except FileNotFoundError as error:
         raise LeagueError(f"the weights of {name!r} are missing: there is no {path}; {fix}") from error
     except OSError as error:
         raise LeagueError(f"the weights of {name!r} cannot be read: {reason_of(error)}") from error
+    except FileError as error:
+        raise LeagueError(f"the weights of {name!r} cannot be read: {error}; {fix}") from error
     if digest(content) != file.digest:
         raise LeagueError(f"the weights of {name!r} in {path} are not those that were saved: their sha256 differs; {fix}")
     return decode_tensors(content, path)[0]

@@ -25,7 +25,7 @@ from esper.arena.arena import StepResult
 from esper.arena.recorder import Recorder
 from esper.config import load_saved
 from esper.devices import determinism, find_device, threads
-from esper.files import remove
+from esper.files import check_in_run, remove
 from esper.league.config import ArenaTrainConfig
 from esper.league.league import League
 from esper.league.matches import MatchArena, MatchResult, seed_of_unseen_maps
@@ -124,8 +124,9 @@ class BotEvaluator:
     def _keep(self, recorder: Recorder, name: str) -> None:
         """Write a replay, and remove older ones: the newest of checkpoints stay, and one of the best player at the end of the run."""
         assert self.folder is not None
+        check_in_run(self.folder / REPLAYS)
         recorder.write(self.folder / REPLAYS / f"{name}{SUFFIX}")
-        replays = find_replays(self.folder, follow_links=False)
+        replays = find_replays(self.folder)
         for start, count in ((f"{RECORDED}step-", self.config.eval_replays), (f"{RECORDED}best-", 1)):
             for path in [path for path in replays if path.name.startswith(start)][count:]:
                 remove(path)

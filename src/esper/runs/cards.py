@@ -18,9 +18,9 @@ from typing import Any
 
 import esper
 from esper.display import Card
-from esper.files import printable, write_file
+from esper.files import FileError, open_file, open_in_run, printable, write_file, write_in_run
 from esper.runs.catalog import Run, open_run, settings_of
-from esper.runs.folder import CONFIG, EVENTS, GROW, TWIN, Kind
+from esper.runs.folder import CONFIG, EVENTS, GROW, TWIN, Kind, has_twin
 from esper.text_table import duration, figure
 
 MARK = "<!-- model card written by esper -->"
@@ -40,7 +40,7 @@ def write_card(folder: Path | str) -> Path | None:
     path = folder / f"{CARDS[run.kind][0]}.md"
     if _is_of_user(path):
         return None
-    write_file(path, printable(card_of(run)).encode())
+    write_in_run(path, printable(card_of(run)).encode())
     return path
 
 
@@ -92,13 +92,19 @@ def write_model_card(file: Path | str, card: Card, *, made_by: str = "") -> Path
 
 def _is_of_user(path: Path) -> bool:
     """Return whether something that is no card has this path."""
-    return path.exists() and not (path.is_file() and path.read_bytes().startswith(MARK.encode()))
+    try:
+        with open_in_run(path) as file:
+            return file.read(len(MARK)) != MARK.encode()
+    except FileNotFoundError:
+        return False
+    except (OSError, FileError):
+        return True
 
 
 def _file(path: Path) -> tuple[str, str]:
     """Return size and digest of a file as a line of a card."""
-    with open(path, "rb") as content:
-        found = hashlib.file_digest(content, "sha256").hexdigest()
+    with open_file(path) as content:
+        found = hashlib.file_digest(content, "sha256").hexdigest()  # type: ignore[arg-type]  # a BinaryIO has what it needs
     return "file", f"[{path.name}]({path.name}), {path.stat().st_size:,} bytes, sha256 {found}"
 
 
@@ -122,7 +128,7 @@ def _making(run: Run) -> list[tuple[str, str]]:
         ("versions", ", ".join(_versions(header[0]["esper"] if header else ""))),
         ("events", f"[{EVENTS}]({EVENTS})"),
     ]
-    if file is not None and (run.folder / file).is_file():
+    if file is not None and (run.folder / file).is_file() and not (run.folder / file).is_symlink():
         rows.append(_file(run.folder / file))
     return [(name, value) for name, value in rows if value]
 
@@ -169,7 +175,7 @@ def _growth(run: Run) -> Described:
     what = f"{origin}: {title}{size}{'' if is_twin else controller}.\n\n{rest}".strip()
     figures: list[tuple[str, str]] = []
     limits = "Another random seed gives other figures."
-    twin = Run(run.folder / TWIN, "growth") if (run.folder / TWIN / EVENTS).is_file() else None
+    twin = Run(run.folder / TWIN, "growth") if has_twin(run.folder) else None
     if twin is not None:
         twin.refresh()
         ends, compared = twin.index.events("growth_finished")[-1:], twin.index.events("twin_compared")[-1:]

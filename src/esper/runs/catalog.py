@@ -23,9 +23,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from esper.files import MAX_CONFIG_BYTES, parse_toml, read_file, user_cache, write_file
+from esper.files import MAX_CONFIG_BYTES, parse_toml, read_in_run, user_cache, write_in_run
 from esper.runs.events import EventError
-from esper.runs.folder import CONFIG, EVENTS, GROW, TWIN, Kind, RunError, State, kind_of, locked
+from esper.runs.folder import CONFIG, EVENTS, GROW, TWIN, Kind, RunError, State, has_twin, kind_of, locked
 from esper.runs.index import EventIndex, Series, thinned
 
 LABELS = "labels.json"
@@ -116,7 +116,7 @@ class Run:
     def refresh(self, on_progress: Callable[[float], None] = lambda share: None) -> int:
         """Read new events of the run and of its twin; see `EventIndex.refresh`. A run that has not written any has none."""
         if self.kind == "growth":
-            if self.twin is None and (self.folder / TWIN / EVENTS).is_file() and not (self.folder / TWIN).is_symlink():
+            if self.twin is None and has_twin(self.folder):
                 self.twin = Run(self.folder / TWIN, "growth", cache=self._cache)
             if self.twin is not None:
                 self.twin.refresh()
@@ -129,14 +129,24 @@ class Run:
     def config(self) -> dict[str, Any]:
         """Return the settings, by section."""
         path = self.folder / (GROW if (self.folder / GROW).is_file() else CONFIG)
-        found: dict[str, Any] = parse_toml(read_own(path, max_bytes=MAX_CONFIG_BYTES))
+        found: dict[str, Any] = parse_toml(read_in_run(path, max_bytes=MAX_CONFIG_BYTES))
         return found
 
     def labels(self) -> Labels:
-        """Return tags and note; empty ones if there are none, or if the file is damaged."""
+        """Return tags and note; empty ones if there are none. Raise RunError if the file is damaged."""
+        path = self.folder / LABELS
         try:
-            return msgspec.json.decode(read_own(self.folder / LABELS, max_bytes=MAX_CONFIG_BYTES), type=Labels)
-        except (OSError, ValueError, msgspec.MsgspecError):
+            return msgspec.json.decode(read_in_run(path, max_bytes=MAX_CONFIG_BYTES), type=Labels)
+        except FileNotFoundError:
+            return Labels()
+        except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+            raise RunError(f"the tags and the note of the run cannot be read ({path}: {error}); mend the file, or remove it") from error
+
+    def shown_labels(self) -> Labels:
+        """Return tags and note for a page or a table; empty ones if the file is damaged, so that one run does not hide the others."""
+        try:
+            return self.labels()
+        except RunError:
             return Labels()
 
     def figure(self) -> tuple[Figure, Series]:
@@ -204,7 +214,7 @@ class Run:
     def summary(self, now: float | None = None) -> Summary:
         """Return the run as one line of a table."""
         figure, series = self.figure()
-        labels = self.labels()
+        labels = self.shown_labels()
         values = series.values
         best = float(values.min() if figure.is_better_low else values.max()) if len(values) else None
         return Summary(
@@ -223,13 +233,6 @@ class Run:
             tags=labels.tags,
             note=labels.note,
         )
-
-
-def read_own(path: Path, *, max_bytes: int) -> bytes:
-    """Read a file of a run. A link to a file outside of its folder is not followed: whoever may write a run may not read everything."""
-    if path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve()):
-        raise FileNotFoundError(f"{path} is a link to a file outside of the run")
-    return read_file(path, max_bytes=max_bytes)
 
 
 def find_runs(root: Path | str, *, cache: Path | None = None, known: Mapping[Path, Run] = MappingProxyType({})) -> list[Run]:
@@ -280,14 +283,14 @@ def label(folder: Path, *, add: Iterable[str] = (), remove: Iterable[str] = (), 
     if wrong := next((tag for tag in tags if not tag.strip() or "," in tag or any(mark in tag for mark in "\n\r\t")), None):
         raise RunError(f"{wrong!r} cannot be a tag; use a word without commas")
     after = Labels(tags, before.note if note is None else note)
-    write_file(folder / LABELS, msgspec.json.format(msgspec.json.encode(after)) + b"\n")
+    write_in_run(folder / LABELS, msgspec.json.format(msgspec.json.encode(after)) + b"\n")
     return after
 
 
 def remove_run(folder: Path) -> None:
     """Delete a run folder with everything in it. Raise RunError if it holds no run, or if a process trains in it."""
     open_run(folder)
-    with locked(folder), locked(folder / TWIN) if (folder / TWIN).is_dir() else contextlib.nullcontext():
+    with locked(folder), locked(folder / TWIN) if has_twin(folder) else contextlib.nullcontext():
         shutil.rmtree(folder)
 
 

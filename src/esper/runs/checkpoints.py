@@ -32,15 +32,16 @@ from esper.files import (
     MAX_JSON_BYTES,
     TEMPORARY,
     FileError,
+    check_in_run,
     make_folder,
     parse_json,
-    read_file,
+    read_in_run,
     remove,
     remove_temporaries,
     rename,
     with_digest,
     without_digest,
-    write_file,
+    write_in_run,
 )
 from esper.runs.tensors import Tree, join, split
 
@@ -91,7 +92,7 @@ def write_folder(folder: Path, manifest: Manifest, state: Tree) -> None:
     contents = {STATE: to_json(structure), TENSORS: save(tensors)}
     make_folder(folder)
     for name, content in contents.items():
-        write_file(folder / name, content)
+        write_in_run(folder / name, content)
     write_manifest(folder, msgspec.structs.replace(manifest, files={name: digest(content) for name, content in contents.items()}))
 
 
@@ -99,7 +100,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Replace the manifest of a checkpoint; its other files stay as they are."""
     note, _ = split(manifest.note)
     finished = msgspec.structs.replace(manifest, note=note, format=FORMAT)
-    write_file(folder / MANIFEST, to_json(with_digest(msgspec.to_builtins(finished)), indent=2))
+    write_in_run(folder / MANIFEST, to_json(with_digest(msgspec.to_builtins(finished)), indent=2))
 
 
 def to_json(value: Any, *, indent: int | None = None) -> bytes:
@@ -167,7 +168,7 @@ def _read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
 
 def _read(folder: Path, name: str, *, max_bytes: int) -> bytes:
     try:
-        return read_file(folder / name, max_bytes=max_bytes)
+        return read_in_run(folder / name, max_bytes=max_bytes)
     except FileError as error:
         raise CheckpointError(f"{folder} is corrupt: {error}") from error
     except FileNotFoundError as error:
@@ -248,6 +249,7 @@ Pointer = Literal["latest", "best"]
 
 _FOLDER = re.compile(r"step-\d{12,}")
 _REPLACED = ".replaced-"
+_MAX_POINTER_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +306,7 @@ class CheckpointStore:
         """
         if step < 0:
             raise ValueError(f"step must not be negative, but is {step}")
+        self._check_is_no_link()
         make_folder(self.root)
         self._clean()
         folder = self.root / f"step-{step:012d}"
@@ -335,6 +338,7 @@ class CheckpointStore:
     def annotate(self, step: int, note: dict[str, Any], *, is_best: bool) -> None:
         """Replace the note of a checkpoint; with `is_best`, also make it the best one. A second call changes nothing."""
         folder = self.root / f"step-{step:012d}"
+        self._check_is_no_link()
         manifest = read_manifest(folder)
         write_manifest(folder, msgspec.structs.replace(manifest, note=note, is_best=manifest.is_best or is_best))
         if is_best:
@@ -409,12 +413,19 @@ class CheckpointStore:
 
     def _folders(self) -> dict[str, Path]:
         """Return the checkpoints by name. A replaced one (`.replaced-*`) counts only while its successor is not in place."""
+        self._check_is_no_link()
         found: dict[str, Path] = {}
         for path in self.root.iterdir() if self.root.is_dir() else ():
             name = path.name.removeprefix(_REPLACED)
-            if _FOLDER.fullmatch(name) and path.is_dir() and (name == path.name or name not in found):
+            if _FOLDER.fullmatch(name) and path.is_dir() and not path.is_symlink() and (name == path.name or name not in found):
                 found[name] = path
         return found
+
+    def _check_is_no_link(self) -> None:
+        try:
+            check_in_run(self.root)
+        except FileError as error:
+            raise CheckpointError(str(error)) from error
 
     def _best(self) -> Path | None:
         """Return the best checkpoint; if the pointer is missing or damaged, the last one that was saved as the best."""
@@ -427,16 +438,17 @@ class CheckpointStore:
         Pointers of earlier versions hold only the name, without a digest.
         """
         try:
-            content = (self.root / pointer).read_bytes()
-        except OSError:
+            content = read_in_run(self.root / pointer, max_bytes=_MAX_POINTER_BYTES, run=self.root.parent)
+        except (OSError, FileError):
             return None
         name = content.partition(b"\n")[0].decode("ascii", errors="replace")
         if not _FOLDER.fullmatch(name) or content not in (_pointer_to(name), f"{name}\n".encode()):
             return None
-        return self._folders().get(name, self.root / name)
+        found = self._folders().get(name, self.root / name)
+        return None if found.is_symlink() else found
 
     def _point(self, pointer: Pointer, folder: Path) -> None:
-        write_file(self.root / pointer, _pointer_to(folder.name))
+        write_in_run(self.root / pointer, _pointer_to(folder.name))
 
     def _clean(self) -> None:
         """Remove what a crash left behind. First put back a replaced checkpoint whose successor was never written."""

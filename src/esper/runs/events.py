@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, dataclass_transform
 
 import msgspec
 
-from esper.files import FileError, open_file, printable
+from esper.files import FileError, open_in_run, printable
 
 SCHEMA = 1  # version of the lines; files with a higher one are refused
 MAX_LINE_BYTES = 64 * 1024
@@ -300,7 +300,7 @@ def read(path: Path | str, *, start: int = 0, on_skip: Callable[[str], None] | N
 
 def _opened(path: Path | str) -> BinaryIO:
     try:
-        return open_file(path)
+        return open_in_run(Path(path))
     except FileError as error:
         raise EventError(str(error)) from error
 

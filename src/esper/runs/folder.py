@@ -18,7 +18,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from esper.files import MAX_CONFIG_BYTES, make_folder, parse_toml, read_file, remove, remove_temporaries
+from esper.files import (
+    MAX_CONFIG_BYTES,
+    FileError,
+    make_folder,
+    open_in_run,
+    parse_toml,
+    read_in_run,
+    remove,
+    remove_temporaries,
+)
 
 CONFIG, EVENTS, CHECKPOINTS, LOCK = "config.toml", "events.jsonl", "checkpoints", ".lock"
 TWIN = "twin"  # the folder of a growth run's twin, inside its own
@@ -65,10 +74,15 @@ def check_is_free(folder: Path, *, results: Sequence[str] = ()) -> None:
         raise RunError(f"{folder} holds a {taken[0]}, which the run would replace; choose another folder")
 
 
+def has_twin(folder: Path) -> bool:
+    """Return whether a growth run has a twin that has written events. A link is none: it may lead out of the run."""
+    return (folder / TWIN / EVENTS).is_file() and not (folder / TWIN).is_symlink()
+
+
 def kind_of(folder: Path) -> Kind | None:
     """Return the kind of the run in a folder; None if there is no run, or one of an unknown kind."""
     try:
-        config = parse_toml(read_file(folder / CONFIG, max_bytes=MAX_CONFIG_BYTES))
+        config = parse_toml(read_in_run(folder / CONFIG, max_bytes=MAX_CONFIG_BYTES))
     except (OSError, ValueError):
         return None
     return next((kind for kind, (_, key) in _KINDS.items() if key in config), None)
@@ -119,7 +133,10 @@ def locked(folder: Path) -> Iterator[None]:
 def _lock(folder: Path) -> contextlib.AbstractContextManager[object]:
     """Take the lock and return its open file, which releases the lock when closed. Raise RunError if another process has it."""
     while True:
-        file = open(folder / LOCK, "a")  # noqa: SIM115 — the caller closes it
+        try:
+            file = open_in_run(folder / LOCK, "ab")
+        except FileError as error:
+            raise RunError(f"{folder} cannot be locked: {error}; remove {folder / LOCK}, which holds nothing") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The previous holder may have removed the file, and another process may have created a new one. This lock would then protect

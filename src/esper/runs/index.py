@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from esper.files import write_file
+from esper.files import FileError, open_in_run, write_file
 from esper.jit import no_garbage_collection
 from esper.runs.events import MAX_LINE_BYTES, EventError, battle_numbers
 
@@ -122,10 +122,11 @@ class EventIndex:
 
         `on_progress` is called with the share of the file that has been read. Raise EventError if the file cannot be read.
         """
-        check_stays(self.path)
         try:
-            with open(self.path, "rb") as file:
+            with open_in_run(self.path) as file:
                 return self._read(file, os.fstat(file.fileno()).st_size, on_progress)
+        except FileError as error:
+            raise EventError(str(error)) from error
         except OSError as error:
             raise EventError(f"{self.path} cannot be read: {error.strerror or error}") from error
 
@@ -264,12 +265,11 @@ class EventIndex:
             return []
         found = []
         try:
-            check_stays(self.path)
-            with open(self.path, "rb") as file:
+            with open_in_run(self.path) as file:
                 for offset in offsets[start:]:
                     file.seek(offset)
                     found.append(self._decoder.decode(file.readline(MAX_LINE_BYTES)))
-        except (OSError, EventError, msgspec.DecodeError, UnicodeDecodeError):
+        except (OSError, FileError, msgspec.DecodeError, UnicodeDecodeError):
             return []
         return found
 
@@ -488,12 +488,6 @@ def chosen_points(values: np.ndarray, most: int) -> np.ndarray:
     return np.array([*chosen, count - 1])
 
 
-def check_stays(path: Path) -> None:
-    """Raise EventError if a log is a link that leads out of its folder: whoever may write a run may not show other files by it."""
-    if path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve()):
-        raise EventError(f"{path} is a link to a file outside of its folder and is not read; move the file into the folder to see the run")
-
-
 def without_stamp(event: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of an event without its kind, run, rank, host and time."""
     return {name: value for name, value in event.items() if name not in _STAMP or name == "step"}
@@ -501,10 +495,9 @@ def without_stamp(event: dict[str, Any]) -> dict[str, Any]:
 
 def lines_of(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a log as dicts, one after another, without an index. Lines that cannot be read are left out."""
-    check_stays(path)
     decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
-    with open(path, "rb") as file:
-        for line in file:
+    with open_in_run(path) as file:
+        for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
             if line.endswith(b"\n"):
                 try:
                     yield decoder.decode(line)

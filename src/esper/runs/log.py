@@ -21,10 +21,10 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 import esper
-from esper.files import make_folder, printable, reason_of, sync
+from esper.files import FileError, RunMode, make_folder, open_in_run, printable, reason_of, sync
 from esper.runs.events import (
     MAX_LINE_BYTES,
     SCHEMA,
@@ -56,7 +56,7 @@ class EventLog:
 
     def __init__(self, path: Path | str, run: str, rank: int = 0, sinks: Iterable[Sink] = ()) -> None:
         path, run = Path(path), printable(run)
-        if path.exists() and path.stat().st_size > 0:
+        if path.is_file() and path.stat().st_size > 0:
             raise FileExistsError(f"{path} already holds events; continue it with EventLog.resume, or choose another folder")
         make_folder(path.parent)
         self._open(path, run, rank, sinks)
@@ -90,7 +90,7 @@ class EventLog:
         self.rank = rank
         self.clock: Callable[[], int] | None = None
         self._step = step  # step of the latest event that had one
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = _opened(path, "ab")
         self._file_lock = threading.Lock()
         self._pending = bytearray()
         self._pending_lock = threading.Lock()
@@ -125,7 +125,7 @@ class EventLog:
         """
         with self._file_lock:
             self._write_pending(sync=True)
-            ours, there = os.fstat(self._file), os.stat(self.path)
+            ours, there = os.fstat(self._file.fileno()), os.lstat(self.path)
             if (ours.st_dev, ours.st_ino) != (there.st_dev, there.st_ino):
                 raise FileNotFoundError(errno.ENOENT, "it was replaced during the run", str(self.path))
             return ours.st_size
@@ -192,23 +192,23 @@ class EventLog:
             with self._pending_lock:
                 lines, self._pending = self._pending, lines
             while lines:
-                count = os.write(self._file, lines)
+                count = os.write(self._file.fileno(), lines)
                 del lines[:count]
+            if sync:
+                os.fsync(self._file.fileno())
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from error  # os.write's error names no file
+            raise OSError(error.errno, error.strerror, str(self.path)) from error  # errors of write and fsync name no file
         finally:
             if lines:
                 with self._pending_lock:
                     self._pending = lines + self._pending
-        if sync:
-            os.fsync(self._file)
 
     def _close_file(self) -> None:
         while not self._is_closed:
             self._write_pending(sync=True)
             with self._pending_lock:
                 self._is_closed = not self._pending  # another thread may have emitted during the write
-        os.close(self._file)
+        self._file.close()
 
     def _flush_regularly(self) -> None:
         has_warned, touched = False, time.monotonic()
@@ -217,7 +217,7 @@ class EventLog:
                 self.flush(sync=False)
                 if time.monotonic() - touched >= HEARTBEAT_EVERY_S:
                     touched = time.monotonic()
-                    os.utime(self._file)
+                    os.utime(self._file.fileno())
             except OSError as error:
                 # Nothing is lost: the lines stay in memory, and the flush before the next checkpoint raises the error in the main thread.
                 if not has_warned:
@@ -242,7 +242,7 @@ def _after(path: Path, offset: int) -> list[EventRecord]:
 
 def _cut(path: Path, offset: int) -> EventRecord:
     """Truncate the log at `offset`, after checking that a line ends there, and return its header."""
-    with open(path, "r+b") as file:
+    with _opened(path, "r+b") as file:
         first = file.readline(MAX_LINE_BYTES)
         header = check_header(first, path)
         size = os.fstat(file.fileno()).st_size
@@ -252,6 +252,16 @@ def _cut(path: Path, offset: int) -> EventRecord:
         file.seek(max(offset - 1, 0))
         if offset < len(first) or file.read(1) != b"\n":
             raise EventError(f"cannot resume {path} at byte {offset}: no line ends there; the checkpoint belongs to another log")
-        file.truncate(offset)
-        os.fsync(file.fileno())
+        try:
+            file.truncate(offset)
+            os.fsync(file.fileno())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error  # errors of these calls name no file
     return header
+
+
+def _opened(path: Path, mode: RunMode) -> BinaryIO:
+    try:
+        return open_in_run(path, mode)
+    except FileError as error:
+        raise EventError(str(error)) from error

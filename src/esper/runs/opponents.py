@@ -106,7 +106,7 @@ def win_rates(index: EventIndex, *, most_players: int, most_points: int) -> list
 
 def replays_of(folder: Path) -> list[Path]:
     """Return the replays in the folder of a run, newest first. Links are left out, since they may lead out of the folder."""
-    return find_replays(folder, follow_links=False)
+    return find_replays(folder)
 
 
 def replay_rows(replays: Iterable[Path], base: str) -> list[dict[str, Any]]:

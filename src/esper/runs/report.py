@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from esper.files import printable, write_file
+from esper.files import printable, write_in_run
 from esper.runs.analysis import sections_about_seeds
 from esper.runs.catalog import Run, Summary, open_run
 from esper.runs.controller_story import ControllerStory, joined_calibration
@@ -58,7 +58,7 @@ def write_run_report(folder: Path | str) -> Path:
     if not run.index.kinds.get("run_started"):
         raise RunError(f"there is nothing to report about {folder}: the training has not begun; try again later")
     path = Path(folder) / REPORT
-    write_file(path, report_of(run).encode())
+    write_in_run(path, report_of(run).encode())
     return path
 
 

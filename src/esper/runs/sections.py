@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from esper.files import MAX_CONFIG_BYTES
-from esper.runs.catalog import Run, read_own
+from esper.files import MAX_CONFIG_BYTES, FileError, read_in_run
+from esper.runs.catalog import Run
 from esper.runs.folder import CONFIG, GROW, Kind
 from esper.runs.health import problem_in_words, problems
 from esper.runs.index import Series, thinned
@@ -225,8 +225,8 @@ def settings_section(run: Run) -> str:
     text = ""
     for name in (CONFIG, GROW):  # the settings of `esper grow` hold more than those of the training in it
         try:
-            text = read_own(run.folder / name, max_bytes=MAX_CONFIG_BYTES).decode(errors="replace")
-        except OSError:
+            text = read_in_run(run.folder / name, max_bytes=MAX_CONFIG_BYTES).decode(errors="replace")
+        except (OSError, FileError):
             continue
     inside = f"<details><summary>{len(text.splitlines())} lines</summary><pre>{escape(text)}</pre></details>"
     return section("Settings", inside) if text else ""
@@ -234,7 +234,7 @@ def settings_section(run: Run) -> str:
 
 def remarks_on(run: Run) -> Iterator[str]:
     """Yield paragraphs about what is unusual with a run as a whole: a killed process, damaged lines, its note and tags."""
-    labels = run.labels()
+    labels = run.shown_labels()
     if labels.note or labels.tags:
         yield note(" · ".join(filter(None, [labels.note, *labels.tags])))
     if run.state() == "dead":

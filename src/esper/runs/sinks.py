@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-from esper.files import printable, write_file
+from esper.files import MAX_CONFIG_BYTES, FileError, check_in_run, printable, read_in_run, write_in_run
 from esper.runs.events import EventRecord, Header, scalars_of
 from esper.runs.folder import RunError
 
@@ -263,12 +263,11 @@ def _wandb_id(folder: Path) -> str:
     """Return the id of the W&B run that is kept in its folder; a new one if there is none."""
     path = folder / WANDB_ID
     with contextlib.suppress(FileNotFoundError):
-        kept = path.read_text(encoding="utf-8", errors="replace").strip()
+        kept = read_in_run(path, max_bytes=MAX_CONFIG_BYTES, run=folder.parent).decode(errors="replace").strip()
         if re.fullmatch(r"[0-9a-z]{1,64}", kept):
             return kept
     made = secrets.token_hex(8)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_file(path, f"{made}\n".encode())
+    write_in_run(path, f"{made}\n".encode(), run=folder.parent)
     return made
 
 
@@ -284,11 +283,13 @@ def sinks_in(folder: Path, *, tensorboard: bool, wandb: WandbMode | None, config
     """Open the sinks of a run, which write into its folder. `run` is the name shown by W&B, by default the name of the folder."""
     sinks: list[Sink] = []
     try:
+        # The packages open their files themselves, so their folders are checked before.
         if tensorboard:
+            check_in_run(folder / SINK_FOLDERS[0])
             sinks.append(TensorBoardSink(folder / SINK_FOLDERS[0]))
         if wandb is not None:
             sinks.append(WandbSink(folder, run=printable(run or folder.name), mode=wandb, config=config))
-    except RuntimeError as error:
+    except (RuntimeError, FileError) as error:
         for sink in sinks:
             sink.close()
         raise RunError(str(error)) from error

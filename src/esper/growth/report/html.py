@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 from esper.config import load_saved
-from esper.files import printable, write_file
+from esper.files import printable, write_in_run
 from esper.growth.config import RentConfig, TrainingConfig
 from esper.growth.events import SlotView
 from esper.growth.lifecycle.ledger import LEDGER_HEADING, gain_in_words, ledger_rows
@@ -21,7 +21,7 @@ from esper.growth.report.story import Remark, Story, is_share, read_story
 from esper.runs import page
 from esper.runs.analysis import sections_about_seeds, seeds_of, slots_in_order
 from esper.runs.catalog import Run
-from esper.runs.folder import CONFIG, EVENTS, TWIN, RunError
+from esper.runs.folder import CONFIG, TWIN, RunError, has_twin
 from esper.runs.page import LEFT, RIGHT, WIDTH, Line, Mark, Scale, chart, note, section, table, ticks, tiles
 from esper.runs.sections import (
     CHARTS,
@@ -47,11 +47,11 @@ def write_report(run_folder: Path | str) -> Path:
     story = read_story(folder)
     if story.began is None:
         raise RunError(f"there is nothing to report about {folder}: the training has not begun; try again later")
-    twin = read_story(folder / TWIN) if (folder / TWIN / EVENTS).is_file() else None
+    twin = read_story(folder / TWIN) if has_twin(folder) else None
     run = Run(folder, "growth")
     run.refresh()
     path = folder / REPORT
-    write_file(path, render(story, twin, title=printable(folder.name), rent=_rent(folder), run=run).encode())
+    write_in_run(path, render(story, twin, title=printable(folder.name), rent=_rent(folder), run=run).encode())
     return path
 
 

@@ -1,0 +1,108 @@
+"""Runs that strangers made: links, pipes and texts in them neither change files outside, nor hang or steer the terminal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from esper.cli.main import main
+from esper.files import remove
+from tests.cli.test_ppo import OPTIONS as PPO
+from tests.runs.made import made_growth, made_ppo
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+# Files and folders of a run. A hostile one takes the place of each.
+FILES = ("events.jsonl", "labels.json", ".lock", "report.html", "config.toml", "checkpoints/latest", "policy.md", "model.safetensors")
+FOLDERS = ("checkpoints", "twin", "league")
+COMMANDS = (
+    *("runs show RUN", "runs diff RUN runs/good", "runs tag RUN x", "report RUN", "watch --terminal runs"),
+    *("runs export RUN --to out.csv", "arena league RUN", "runs rm RUN --yes"),
+)
+
+
+class Hang(BaseException):
+    """A command takes for ever. No `except Exception` sees it."""
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Fail where the code inside takes longer, such as for ever."""
+
+    def fail(number: int, frame: FrameType | None) -> None:
+        raise Hang
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def precious(tmp_path: Path) -> Iterator[Path]:
+    """A folder outside of all runs, which nothing may change."""
+    place = tmp_path / "precious"
+    (place / "folder").mkdir(parents=True)
+    for name in ("file", "folder/latest", "folder/events.jsonl", "folder/config.toml"):
+        (place / name).write_text("PRECIOUS\n")
+    yield place
+    found = [path.read_text() for path in sorted(place.rglob("*")) if path.is_file()]
+    assert found == ["PRECIOUS\n"] * 4
+
+
+def make_hostile(place: Path, hostile: str, precious: Path) -> None:
+    place.parent.mkdir(exist_ok=True)
+    remove(place)
+    if hostile == "a pipe":
+        os.mkfifo(place)
+    else:
+        place.symlink_to(precious / ("folder" if place.name in (*FOLDERS, "tensorboard") else "file"))
+
+
+@pytest.mark.parametrize("hostile", ["a link", "a pipe"])
+@pytest.mark.parametrize("kind", ["growth", "ppo"])
+@pytest.mark.slow
+def test_no_command_leaves_the_folder_of_a_run_by_a_link_or_waits_for_a_pipe(
+    kind: str, hostile: str, tmp_path: Path, precious: Path
+) -> None:
+    made_ppo(tmp_path / "runs" / "good", [1.0])
+    run = tmp_path / "runs" / "bad"
+    for name in (*FILES, *(FOLDERS if hostile == "a link" else ())):
+        if kind == "growth":
+            made_growth(run, [1.0, 0.5], twin=[1.0, 0.7])
+        else:
+            made_ppo(run, [1.0])
+        for command in COMMANDS:
+            if run.is_dir():
+                make_hostile(run / name, hostile, precious)
+                with at_most(20.0):
+                    assert main(command.replace("RUN", "runs/bad").split()) in (0, 1, 2)
+        remove(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hostile", ["a link", "a pipe"])
+def test_a_resumed_training_leaves_the_folder_of_a_run_by_no_link_and_waits_for_no_pipe(
+    hostile: str, tmp_path: Path, precious: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ppo", "train", "cue", *PPO, "--total-steps", "64", "--run", "good"]) == 0
+    for name in ("events.jsonl", ".lock", "checkpoints", "checkpoints/latest", "checkpoints/best", "tensorboard"):
+        shutil.copytree("good", "bad")
+        make_hostile(tmp_path / "bad" / name, hostile, precious)
+        with at_most(60.0):
+            code = main(["ppo", "train", "--resume", "--run", "bad", "--total-steps", "128", "--tensorboard"])
+        replaced = ("checkpoints/latest", "checkpoints/best") if hostile == "a link" else ()
+        assert code == (0 if name in replaced else 2 if name in (".lock", "tensorboard") else 1), name
+        if code:
+            assert "is a link, and links in the folder of a run are not followed" in capsys.readouterr().err or hostile == "a pipe"
+        remove(tmp_path / "bad")
