@@ -312,10 +312,3 @@ def test_a_wrong_result_of_an_environment_is_explained(mistake: str, message: st
         env.reset(0)
     with pytest.raises(ValueError, match=message):
         env.step({"action": torch.zeros(2, dtype=torch.int64)}) if mistake == "step" else env.reset(0)
-
-
-def test_a_wrong_function_of_the_users_module_is_told_with_the_nearest_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "corridors.py").write_text("def make_env():\n    pass\n")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"corridors has no mke_env; did you mean 'make_env'\?"):
-        make("corridors:mke_env", 2)

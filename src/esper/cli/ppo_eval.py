@@ -128,7 +128,10 @@ def _record(policy: Policy, config: TrainConfig, arguments: PPOEvalArguments) ->
     return str(arguments.video)
 
 
-ENVS_DESCRIPTION = "Lists the built-in environments. Any Gymnasium id, such as CartPole-v1, works too where Gymnasium is installed."
+ENVS_DESCRIPTION = (
+    "Lists the built-in environments. Where Gymnasium is installed, its ids work too, such as CartPole-v1, and those of packages: "
+    "ALE/Pong-v5, MiniGrid-Empty-5x5-v0, package.module:id."
+)
 
 
 class EnvsArguments(Config):

@@ -62,7 +62,8 @@ class FileConfig(TrainConfig):
 
 class TrainArguments(FileConfig):
     env: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ENV_ID", help_behavior_hint="")] = ""
-    """a built-in environment (esper ppo envs), a Gymnasium id, or package.module:function of your own; not needed with --resume"""
+    """a built-in environment (esper ppo envs), a Gymnasium id, package.module:id, or package.module:function of your own; not needed with
+    --resume"""
     env_args: Annotated[dict[str, EnvValue], _ENV_ARGS] = {}
     """keywords for the environment, such as delay=20"""
     run: Path | None = None

@@ -25,7 +25,7 @@ class ShownConfig(Config):
 class TrainConfig(ShownConfig):
     """A training run: an environment, how long to train in it, and the learner."""
 
-    env: str  # a built-in environment, a Gymnasium id, or package.module:function that makes one environment
+    env: str  # a built-in environment, a Gymnasium id, package.module:id, or package.module:function that makes one environment
     env_args: dict[str, EnvValue] = {}  # keywords for the environment
     wrappers: tuple[str, ...] = ()  # package.module:name of wrappers around each Gymnasium environment, the first one innermost
     num_envs: Count = 16  # environments stepped together; per rank under torchrun

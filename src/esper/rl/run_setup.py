@@ -61,10 +61,11 @@ def make_env(config: TrainConfig, num_envs: int, device: torch.device) -> VecEnv
     keywords: dict[str, Any] = dict(config.env_args)
     try:
         return make(config.env, num_envs, device=place, wrappers=config.wrappers, **keywords)
-    except (ValueError, ImportError) as error:
-        raise RunError(str(error)) from error
     except Exception as error:  # the environment's constructor may raise anything
-        raise RunError(f"the environment {config.env!r} cannot be made with {config.env_args}: {type(error).__name__}: {error}") from error
+        if isinstance(error, ValueError) or type(error) is ImportError:  # Gymnasium is missing
+            raise RunError(str(error)) from error
+        options = f" with {config.env_args}" if config.env_args else ""
+        raise RunError(f"the environment {config.env!r} cannot be made{options}: {type(error).__name__}: {error}") from error
 
 
 class EpisodeEvaluator:

@@ -1,6 +1,6 @@
 """Gymnasium wrappers that prepare images for convolutional policies: resize, convert to grey, stack frames.
 
-    env = make("ALE/Pong-v5", 8, wrappers=[ResizeImage, StackFrames])
+    env = make("ALE/Pong-v5", 8, wrappers=[ResizeImage, StackFrames])  # pip install ale-py
     esper ppo train ALE/Pong-v5 --wrappers esper.vecenv.images:ResizeImage esper.vecenv.images:StackFrames
 
 `ResizeImage` takes images of bytes [height, width, channels], `StackFrames` any arrays. To change the settings of a wrapper, give a

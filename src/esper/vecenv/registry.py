@@ -1,8 +1,10 @@
 """Make batched environments from a name, a function, or an environment.
 
-A name is that of a built-in environment ("cue"), a Gymnasium id ("CartPole-v1"), or `package.module:function` for the user's own function
-or class, which makes one environment; modules are also looked up in the current folder. A function with a parameter `num_envs` makes all
-environments at once.
+A name is one of these; modules are also looked up in the current folder:
+    cue                       a built-in environment
+    CartPole-v1               a Gymnasium id: the environment that `gymnasium.make` makes
+    package.module:id         an id that is registered when the module is imported
+    package.module:function   the user's own function or class, which makes one environment, or all at once if it has a parameter `num_envs`
 """
 
 from __future__ import annotations
@@ -11,15 +13,16 @@ import contextlib
 import copy
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from esper.text_table import did_you_mean
 from esper.vecenv.builtin import BUILTIN
 from esper.vecenv.contract import VecEnv, is_vec_env
 
@@ -30,6 +33,12 @@ EnvSource = Any  # a name, a function, a Gymnasium environment or vector environ
 Wrapper = Callable[[Any], Any] | str  # function from one Gymnasium environment to another, or its name "package.module:function"
 
 _GIVEN: dict[str, EnvSource] = {}  # names that are defined only inside `named`
+# Beginning of an id -> the package that registers it when it is imported, and the name that pip knows it by.
+_PACKAGES = {"ALE/": ("ale_py", "ale-py"), "MiniGrid-": ("minigrid", "minigrid"), "BabyAI-": ("minigrid", "minigrid")}
+# Ids whose native vector form plays the game of `gymnasium.make(id)`: single form and vector form. Others may play another one; that of
+# ale-py clips rewards and has no sticky actions. tests/vecenv/test_ids.py compares 10,000 steps of every entry.
+_CARTPOLE = "gymnasium.envs.classic_control.cartpole:"
+SAME_GAME = {f"CartPole-v{version}": (f"{_CARTPOLE}CartPoleEnv", f"{_CARTPOLE}CartPoleVectorEnv") for version in (0, 1)}
 
 
 def make(
@@ -45,8 +54,9 @@ def make(
 
     If `env` is one Gymnasium environment, the batch consists of it and copies of it. If it is a VecEnv or a Gymnasium vector environment,
     it must have `num_envs` environments. `wrappers` are applied to each single Gymnasium environment, the first one innermost. `seed` is
-    used by the first `reset()` that is called without one. `kwargs` go to the built-in environment, to `gymnasium.make_vec`, or to the
-    function. Gymnasium's environments run on the CPU; `vectorization_mode="async"` runs each in its own process.
+    used by the first `reset()` that is called without one. `kwargs` go to the built-in environment, to `gymnasium.make`, or to the
+    function; those of `gymnasium.make_vec` work as there. Gymnasium's environments run on the CPU: `vectorization_mode="async"` runs each
+    in its own process, and "vector_entry_point" takes the native vector form of an id, which may play by other rules than the id.
 
     >>> make("cue", 2, delay=5).observation_spec
     {'obs': TensorSpec(shape=(5,), dtype='float32')}
@@ -65,64 +75,59 @@ def make(
 
     if torch.device(device).type != "cpu":
         raise ValueError(f"{env!r} is a Gymnasium environment, which runs on the CPU; got device={str(device)!r}, use device='cpu'")
-    made = _make_gymnasium(env, num_envs, [named_object(each) if isinstance(each, str) else each for each in wrappers], kwargs)
+    functions = [named_object(each) if isinstance(each, str) else each for each in wrappers]
+    made = _make_gymnasium(_resolved(env), num_envs, functions, kwargs)
     return made if is_vec_env(made) else from_gymnasium(made, seed=seed)
 
 
-def _make_gymnasium(env: EnvSource, num_envs: int, wrappers: Sequence[Callable[[Any], Any]], kwargs: dict[str, Any]) -> Any:
+def _make_gymnasium(source: EnvSource, num_envs: int, wrappers: Sequence[Callable[[Any], Any]], kwargs: dict[str, Any]) -> Any:
     """Return a Gymnasium vector environment, or the result of the user's own function."""
     import gymnasium
+    from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
-    source = _function_of(env) if isinstance(env, str) else env
-    if isinstance(source, gymnasium.vector.VectorEnv):
+    if isinstance(source, VectorEnv):
         _check_batch(source, num_envs, wrappers)
         return source
     if isinstance(source, gymnasium.Env):
         source = _itself_and_copies(source)
-    if callable(source):
-        return _call(source, num_envs, wrappers, kwargs)
-    if not isinstance(source, str):
+    is_id = isinstance(source, gymnasium.envs.registration.EnvSpec)
+    if not is_id and not callable(source):
         raise ValueError(
             f"an environment is a name, a function that makes one, or an environment of Gymnasium; got a {type(source).__name__}"
         )
-    if wrappers:  # a natively vectorised environment could not apply them
-        kwargs = {"vectorization_mode": "sync", **kwargs, "wrappers": wrappers}
-    try:
-        # Without a given mode, `make_vec` uses the natively vectorised environment if there is one, else "sync".
-        if kwargs.get("vectorization_mode", None if gymnasium.spec(source).vector_entry_point else "sync") in ("sync", "async"):
-            # Gymnasium's default, NEXT_STEP, spends one step per episode on the reset: half of all steps if episodes have one step.
-            same_step = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
-            kwargs = {**kwargs, "vector_kwargs": {**same_step, **(kwargs.get("vector_kwargs") or {})}}
-        return gymnasium.make_vec(source, num_envs=num_envs, **kwargs)
-    except gymnasium.error.UnregisteredEnv as error:
-        raise ValueError(_unknown(source)) from error
-
-
-def _call(function: Callable[..., Any], num_envs: int, wrappers: Sequence[Callable[[Any], Any]], kwargs: dict[str, Any]) -> Any:
-    """Call the user's function, which makes all environments at once, or one at a time for a Gymnasium vector environment."""
-    from gymnasium import Env
-    from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
-
-    if "num_envs" in inspect.signature(function).parameters:
-        made = function(num_envs=num_envs, **kwargs)
+    if not is_id and "num_envs" in inspect.signature(source).parameters:
+        made = source(num_envs=num_envs, **kwargs)
         if not is_vec_env(made) and not isinstance(made, VectorEnv):
-            raise ValueError(f"{_name_of(function)} takes num_envs, so it must make a VectorEnv or a VecEnv; got a {type(made).__name__}")
+            raise ValueError(f"{_name_of(source)} takes num_envs, so it must make a VectorEnv or a VecEnv; got a {type(made).__name__}")
         _check_batch(made, num_envs, wrappers)
         return made
-    kwargs = dict(kwargs)
-    mode = kwargs.pop("vectorization_mode", "sync")
-    if mode not in ("sync", "async"):
-        raise ValueError(f"vectorization_mode is 'sync' or 'async' for a function that makes one environment; got {mode!r}")
+
+    # An id without a single form has only its native one. Otherwise that one is used where it is asked for, or is the same game.
+    modes = ("sync", "async", "vector_entry_point") if is_id else ("sync", "async")
+    mode, kwargs = kwargs.get("vectorization_mode"), {key: value for key, value in kwargs.items() if key != "vectorization_mode"}
+    mode = getattr(mode, "value", mode)  # Gymnasium takes an enum too
+    if mode is None:
+        is_same = is_id and SAME_GAME.get(source.id) == (source.entry_point, source.vector_entry_point) and not (wrappers or kwargs)
+        mode = "vector_entry_point" if is_same or (is_id and source.entry_point is None) else "sync"
+    if mode not in modes:
+        raise ValueError(f"vectorization_mode must be {' or '.join(map(repr, modes))} for {_name_of(source)}; got {mode!r}")
+    if mode == "vector_entry_point":
+        if wrappers:
+            raise ValueError(f"wrappers go around single environments, but {_name_of(source)} is made as a batch; leave out the wrappers")
+        return gymnasium.make_vec(source, num_envs=num_envs, vectorization_mode=mode, **kwargs)
+
+    # Gymnasium's default, NEXT_STEP, spends one step per episode on the reset: half of all steps if episodes have one step.
+    vector_kwargs = {"autoreset_mode": AutoresetMode.SAME_STEP, **(kwargs.pop("vector_kwargs", None) or {})}
 
     def make_one() -> Any:
-        env = function(**kwargs)
-        if not isinstance(env, Env):
-            raise ValueError(f"{_name_of(function)} must make a gymnasium.Env; got a {type(env).__name__}")
+        env = gymnasium.make(source, **kwargs) if is_id else source(**kwargs)
+        if not isinstance(env, gymnasium.Env):
+            raise ValueError(f"{_name_of(source)} must make a gymnasium.Env; got a {type(env).__name__}")
         for wrapper in wrappers:
             env = wrapper(env)
         return env
 
-    return (SyncVectorEnv if mode == "sync" else AsyncVectorEnv)([make_one] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+    return (SyncVectorEnv if mode == "sync" else AsyncVectorEnv)([make_one] * num_envs, **vector_kwargs)
 
 
 def make_single(env: EnvSource, *, wrappers: Sequence[Wrapper] = (), render_mode: str | None = None, **kwargs: Any) -> Any:
@@ -137,13 +142,10 @@ def make_single(env: EnvSource, *, wrappers: Sequence[Wrapper] = (), render_mode
     _check_gymnasium(env)
     import gymnasium
 
-    source = _function_of(env) if isinstance(env, str) else env
-    kwargs.pop("vectorization_mode", None)
-    if isinstance(source, str):
-        try:
-            made = gymnasium.make(source, render_mode=render_mode, **kwargs)
-        except gymnasium.error.UnregisteredEnv as error:
-            raise ValueError(_unknown(source)) from error
+    source = _resolved(env)
+    kwargs = {key: value for key, value in kwargs.items() if key not in ("vectorization_mode", "vector_kwargs")}
+    if isinstance(source, gymnasium.envs.registration.EnvSpec):
+        made = gymnasium.make(source, render_mode=render_mode, **kwargs)
     elif callable(source):
         parameters = inspect.signature(source).parameters.values()
         if any(each.name == "render_mode" or each.kind is each.VAR_KEYWORD for each in parameters):
@@ -213,24 +215,42 @@ def named_object(name: str) -> Any:
     return found
 
 
-def _unknown(name: str) -> str:
-    """Return the message for an environment that does not exist: the nearest function of the user's module, or the nearest known name."""
+def _resolved(env: EnvSource) -> EnvSource:
+    """Return what a name stands for: the user's function, or the specification of a Gymnasium id. Anything else is returned as it is."""
+    if not isinstance(env, str):
+        return env
     import gymnasium
 
-    module_name, colon, attribute = name.partition(":")
-    if colon and module_name in sys.modules:
-        functions = [own for own, value in vars(sys.modules[module_name]).items() if callable(value) and not own.startswith("_")]
-        hint = did_you_mean(attribute, functions, otherwise=f"it has {', '.join(functions) or 'no function'}")
-        return f"{module_name} has no {attribute}; {hint}"
-    return f"no environment named {name!r}; {_nearest(name, [*BUILTIN, *gymnasium.registry])}"
+    module_name, colon, name = env.rpartition(":")
+    if colon and (found := _attribute_of(module_name, name)) is not None:
+        return found  # otherwise the module has been imported now, and may have registered an id of this name
+    package = next((package for beginning, package in _PACKAGES.items() if name.startswith(beginning)), None)
+    if package is not None and find_spec(package[0]) is not None:
+        importlib.import_module(package[0])
+    if name in gymnasium.registry:
+        return gymnasium.registry[name]
+    # Like `gymnasium.make`, take the newest version if the name has none.
+    versions = {
+        int(found[1]): spec for each, spec in gymnasium.registry.items() if (found := re.fullmatch(rf"{re.escape(name)}-v(\d+)", each))
+    }
+    if versions:
+        return versions[max(versions)]
+    raise ValueError(_unknown(env, package))
 
 
-def _function_of(name: str) -> Any:
-    """Return the function that `package.module:function` names, or the name itself if it is a Gymnasium id."""
-    module_name, colon, attribute = name.partition(":")
+def _unknown(env: str, package: tuple[str, str] | None) -> str:
+    """Return the message for a name that stands for nothing, with the nearest functions and ids."""
+    import gymnasium
+
+    module_name, colon, name = env.rpartition(":")
+    if package is not None and package[0] not in sys.modules:
+        return f"{env!r} comes with a package that is not installed: pip install {package[1]}"
     if not colon:
-        return name
-    return _attribute_of(module_name, attribute) or name  # a Gymnasium id may have the form "module:id" too
+        others = f"the built-in ones are {', '.join(sorted(BUILTIN))}; an id that a package registers is written package:{name}"
+        return f"no environment named {env!r}; {_nearest(name, [*BUILTIN, *gymnasium.registry]) or others}"
+    functions = [own for own, value in vars(sys.modules[module_name]).items() if callable(value) and not own.startswith("_")]
+    near = _nearest(name, [*functions, *gymnasium.registry]) or f"it has {', '.join(functions) or 'no function'}"
+    return f"{module_name} has no {name} and registers no such id; {near}"
 
 
 def _attribute_of(module_name: str, attribute: str) -> Any:
@@ -250,8 +270,9 @@ def _attribute_of(module_name: str, attribute: str) -> Any:
         ) from error
 
 
-def _name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", repr(function))
+def _name_of(source: Any) -> str:
+    """Return the name of a function, or the id of a specification."""
+    return getattr(source, "__qualname__", None) or getattr(source, "id", None) or repr(source)
 
 
 def _check_gymnasium(env: EnvSource) -> None:
@@ -265,6 +286,7 @@ def _check_gymnasium(env: EnvSource) -> None:
 
 
 def _nearest(wanted: str, known: list[str]) -> str:
+    """Return a question that names the nearest known names; nothing if none is near."""
     by_lower = {name.lower(): name for name in known}
-    near = [by_lower[name] for name in get_close_matches(wanted.lower(), by_lower, n=3, cutoff=0.5)]
-    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"the built-in ones are {sorted(BUILTIN)}"
+    near = [by_lower[name] for name in get_close_matches(wanted.lower(), by_lower, n=3, cutoff=0.6)]
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
