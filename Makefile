@@ -4,6 +4,7 @@
 # make test      all tests but those that need extras which .venv does not have at first
 # make test-all  these too: installs every extra into .venv and runs the tests with Lightning, transformers, peft, pyarrow, DuckDB, wandb, ONNX,
 #                sb3-contrib, gromo and MkDocs after `make test`
+# make faults    kills, disturbs and damages runs of all trainers thousands of times, and writes the table of docs/faults.md; some minutes
 # make docs      builds the documentation into build/docs, without network access; a broken link is an error
 # make clean     removes what tools leave behind, but neither .venv nor runs/
 #
@@ -27,7 +28,7 @@ PIP := -qq --disable-pip-version-check --no-compile
 
 DEMO = --task digits --host starved --controller heuristic --twin --seed 0 --epochs 40 --learning-rate 0.01 --schedule cosine --threads 1 --device cpu
 
-.PHONY: demo check lint test test-all docs clean
+.PHONY: demo check lint test test-all faults docs clean
 
 demo: $(INSTALLED)
 	@echo "Handwritten digits, and a convolutional network that is too small for them. It grows where that pays; its twin never does."
@@ -48,6 +49,9 @@ test: $(INSTALLED)
 # Models are built from configurations in the tests; nothing is downloaded. Here, a package that is missing is a failure.
 test-all: test $(INSTALLED_ALL)
 	@HF_HUB_OFFLINE=1 $(BIN)/pytest -q -n $(JOBS) --dist worksteal --extras $$(grep -rl --include='test_*.py' mark.extra tests)
+
+faults: $(INSTALLED)
+	@$(BIN)/python -m tests.faults --jobs $(JOBS)
 
 docs: $(INSTALLED_DOCS)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir build/docs
