@@ -8,7 +8,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import pytest
@@ -371,32 +371,3 @@ def test_a_number_that_is_not_finite_is_refused():
     for value in (float("inf"), float("nan")):
         with pytest.raises(ConfigError, match="rate: expected a float, and a finite one"):
             Rate(rate=value)
-
-
-class Renamed(Config):
-    RENAMED: ClassVar = {"teams": "team_size"}
-
-    team_size: PositiveInt = 5
-
-
-class HoldsRenamed(Config):
-    arena: Renamed = Renamed()
-
-
-def test_a_field_is_read_by_the_name_that_it_had_earlier_and_written_by_the_new_one() -> None:
-    config = from_mapping(HoldsRenamed, {"arena": {"teams": 2}})
-    assert config.arena.team_size == 2
-    assert "team_size = 2" in to_toml(config)
-    assert mistake(from_mapping, HoldsRenamed, {"arena": {"teems": 2}}).path == "arena.teems"
-
-
-class Smaller(Config):
-    REMOVED: ClassVar = {"start_weights": "random"}
-
-    epochs: PositiveInt = 5
-
-
-def test_a_field_that_is_gone_is_read_if_it_has_the_only_value_left_of_it() -> None:
-    assert from_mapping(Smaller, {"start_weights": "random", "epochs": 2}) == Smaller(epochs=2)
-    with pytest.raises(ConfigError, match="start_weights: was 'best', and this version only does 'random'"):
-        from_mapping(Smaller, {"start_weights": "best"})

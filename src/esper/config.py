@@ -14,9 +14,8 @@ a wrong value on the command line with its path and exits with status 2. A key t
 TOML has no null. In an optional field, "None" stands for None, as on the command line. If the field may hold a text, "None" could be that
 text, so there the empty table {} stands for None.
 
-`save` writes the config of a run with the sha256 of its values in a comment, and `load_saved` refuses a file that was changed since. Files
-of early versions have neither comments nor a sha256 and are read without the check. `load` reads files that people write, and checks no
-sha256.
+`save` writes the config of a run with the sha256 of its values in a comment, and `load_saved` refuses a file that was changed since.
+`load` reads files that people write, and checks no sha256.
 
 This module imports neither torch nor numpy, so that the command line prints its help quickly.
 """
@@ -28,11 +27,10 @@ import contextlib
 import functools
 import inspect
 import math
-import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform, get_type_hints
+from typing import Annotated, Any, TypeVar, dataclass_transform, get_type_hints
 
 import msgspec
 from msgspec.inspect import Metadata, StructType, Type, UnionType
@@ -53,8 +51,9 @@ Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 MAX_SHOWN = 300  # characters of a wrong value in a message
 NONE = "None"  # stands for None in a TOML file, except in fields that may hold a text, where {} does
 
-_EMPTY = "{} is None"  # part of the first line of a saved file; older files lack it and write None as "None" in fields of text too
-_FIRST_LINE = f"# The settings of a run; {_EMPTY}. The last line holds the sha256 of their values, which is checked when the run is read.\n"
+_FIRST_LINE = (
+    "# The settings of a run; {} is None. The last line holds the sha256 of their values, which is checked when the run is read.\n"
+)
 _LAST_LINE = "# sha256 {}"
 
 
@@ -93,12 +92,8 @@ class _ConfigMeta(msgspec.StructMeta):
 class Config(msgspec.Struct, metaclass=_ConfigMeta, frozen=True):
     """Base of all configs. A subclass is frozen and keyword-only, and its fields are checked whenever an instance is made.
 
-    An int is accepted for a float and a list for a tuple; a bool is not accepted for a number. So that old configs can be read, `RENAMED`
-    maps names of fields in earlier versions to their new names, and `REMOVED` maps fields that are gone to the only value left of them.
+    An int is accepted for a float and a list for a tuple; a bool is not accepted for a number.
     """
-
-    RENAMED: ClassVar[Mapping[str, str]] = {}
-    REMOVED: ClassVar[Mapping[str, object]] = {}
 
     def __post_init__(self) -> None:
         for name, (annotation, info) in _fields(type(self)).items():
@@ -137,13 +132,11 @@ def load_saved(config_type: type[ConfigT], path: str | Path) -> ConfigT:
             f"give an option when the run is resumed, or start a new run with these values by --config {path}",
             source=str(path),
         )
-    return _from_values(config_type, values, path, is_none_a_text=_EMPTY in text)
+    return _from_values(config_type, values, path)
 
 
 def _is_as_saved(text: str, values: dict[str, object]) -> bool:
-    """Return whether a comment of the file holds the sha256 of its values, or the file is too old to have one."""
-    if not re.search(r"^\s*#", text, re.MULTILINE):
-        return bool(text.strip())  # a file without any comment is from an early version, unless it is empty
+    """Return whether a comment of the file holds the sha256 of its values."""
     return _LAST_LINE.format(digest_of(values)) in (line.strip() for line in text.splitlines())
 
 
@@ -164,10 +157,10 @@ def _parse_file(path: str | Path, *, is_of_run: bool = False) -> tuple[str, dict
         raise ConfigError("", expected="a TOML file", got=str(path), problem=problem, source=str(path)) from error
 
 
-def _from_values(config_type: type[ConfigT], values: dict[str, object], path: str | Path, *, is_none_a_text: bool = True) -> ConfigT:
-    """Return the config of a file. `is_none_a_text` is false for old files, in which "None" stands for None in fields of text too."""
+def _from_values(config_type: type[ConfigT], values: dict[str, object], path: str | Path) -> ConfigT:
+    """Return the config of a file."""
     try:
-        return from_mapping(config_type, values if is_none_a_text else _with_none(config_type, values))
+        return from_mapping(config_type, values)
     except ConfigError as error:
         raise ConfigError(error.path, expected=error.expected, got=error.got, problem=error.problem, source=str(path)) from error
 
@@ -224,13 +217,7 @@ def describe(config: Config) -> list[tuple[str, object, str]]:
 def _build(config_type: type[ConfigT], mapping: Mapping[str, object], *, default: ConfigT | None) -> ConfigT:
     """Return a config from a mapping; missing keys come from `default`, or from the defaults of the type."""
     fields = _fields(config_type)
-    renamed = {old: new for old, new in config_type.RENAMED.items() if new not in mapping}
-    mapping = {renamed.get(key, key): given for key, given in mapping.items()}
-    mapping = {key: given for key, given in mapping.items() if key not in config_type.REMOVED or given != config_type.REMOVED[key]}
     for key, given in mapping.items():
-        if key in config_type.REMOVED:
-            value = config_type.REMOVED[key]
-            raise ConfigError(key, expected=repr(value), got=given, problem=f"was {given!r}, and this version only does {value!r}")
         if key not in fields:
             hint = did_you_mean(key, fields, otherwise=f"known keys are {', '.join(fields)}")
             raise ConfigError(key, expected=f"one of {', '.join(fields)}", got=given, problem=f"unknown key; {hint}")
@@ -273,26 +260,6 @@ def _under(prefix: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise error.under(prefix) from error.__cause__
-
-
-def _with_none(config_type: type[Config], values: Mapping[str, object]) -> dict[str, object]:
-    """Convert the values of an old file, in which "None" stands for None in every optional field, to the present notation."""
-    fields = _fields(config_type)
-    return {name: _with_none_in(fields[name][1], given) if name in fields else given for name, given in values.items()}
-
-
-def _with_none_in(info: Type, given: object) -> object:
-    """Convert one value of an old file, given the type of its field."""
-    if given == NONE:
-        return given if _none_of(info) is None else _none_of(info)
-    if not isinstance(given, Mapping):
-        return given
-    for kind in _kinds(info):
-        if isinstance(kind, StructType) and issubclass(kind.cls, Config):
-            return _with_none(kind.cls, given)
-        if isinstance(kind, msgspec.inspect.DictType):
-            return {key: _with_none_in(kind.value_type, item) for key, item in given.items()}
-    return given
 
 
 # To TOML

@@ -22,8 +22,8 @@ Every file that esper reads back has a sha256, in itself or in another file that
     league members, replays,       names, types, shapes, values and metadata
     policies and learners
 
-Files of early versions have no digest. A missing digest is accepted only if the format of the file is that old too, so a digest that was
-lost by damage is noticed. The lines of `events.jsonl` have no digest: they are only displayed, and only their structure is checked.
+Only safetensors files of other programs have none. The lines of `events.jsonl` have no digest: they are only displayed, and only their
+structure is checked.
 """
 
 from __future__ import annotations
@@ -356,13 +356,11 @@ def with_digest(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, DIGEST: digest_of(values)}
 
 
-def without_digest(values: dict[str, Any], *, is_required: bool) -> dict[str, Any]:
-    """Check the digest and return the other values. Raise FileError if it does not match, or is missing although it is required."""
+def without_digest(values: dict[str, Any]) -> dict[str, Any]:
+    """Check the digest and return the other values. Raise FileError if it does not match or is missing."""
     rest = {name: value for name, value in values.items() if name != DIGEST}
     if DIGEST not in values:
-        if is_required:
-            raise FileError(f"its {DIGEST} is missing")
-        return rest
+        raise FileError(f"its {DIGEST} is missing")
     if values[DIGEST] != digest_of(rest):
         raise FileError(f"its {DIGEST} is not that of its content")
     return rest
@@ -417,7 +415,7 @@ def check_safetensors(content: bytes, source: Path | str) -> tuple[dict[str, Any
 def _wrong_digest(header: dict[str, Any], metadata: dict[str, str], data: memoryview) -> str | None:
     """Check the digest. Return what is wrong with the file; None if nothing is."""
     if TENSORS_FORMAT_KEY not in metadata and DIGEST not in metadata:
-        return None  # written by another program, or by an esper without digests
+        return None  # written by another program
     if TENSORS_FORMAT_KEY not in metadata or DIGEST not in metadata:
         return "is damaged: a part of its metadata is missing"
     found = metadata[TENSORS_FORMAT_KEY]

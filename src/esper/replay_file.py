@@ -1,8 +1,8 @@
 """Replays: the file of one recorded battle, with everything needed to draw it and to compute it again.
 
 A replay is a safetensors file with `ReplayInfo` as JSON in its metadata, so reading it executes no code. The metadata also hold a sha256 of
-everything; replays of early versions have none and are read without the check. `LAYOUT` lists the required tensors. A file may hold more:
-further actions under `actions/`, and the fields of the battle's state under `keyframes/`.
+everything. `LAYOUT` lists the required tensors. A file may hold more: further actions under `actions/`, and the fields of the battle's
+state under `keyframes/`.
 
 Only `write_replay` and `read_replay` import torch. Pages that list and play replays use `read_head` and `drawn_part`.
 

@@ -23,12 +23,12 @@ from esper.cli.ppo_progress import PPOProgress
 from esper.cli.progress import LiveView, PlainLines
 from esper.config import load
 from esper.rl import RunError, TrainConfig, load_policy, train_run, training
-from esper.rl.checkpoints import KIND, open_store
+from esper.rl.checkpoints import open_store
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.evaluate import PolicyEvaluation
 from esper.rl.events import Update
 from esper.rl.run_setup import Evaluated
-from esper.runs import Checkpoint, CheckpointRefused, CheckpointStore, EventRecord, SinkFailed, Tree, read
+from esper.runs import Checkpoint, CheckpointRefused, EventRecord, SinkFailed, read
 from esper.runs.anomalies import Anomaly
 from esper.runs.catalog import open_run
 from esper.runs.folder import CHECKPOINTS
@@ -390,21 +390,6 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="cannot continue from"):
         train_run(None, tmp_path / "run", resume=True)
     assert (tmp_path / "run/events.jsonl").read_bytes() == before
-
-
-def test_a_checkpoint_of_version_1_is_migrated(finished: Path, tmp_path: Path) -> None:
-    def as_version_1(state: Tree) -> Tree:
-        ppo = dict(state["ppo"])
-        ppo["rng"] = ppo.pop("streams")
-        return {**state, "ppo": ppo}
-
-    copy = shutil.copytree(finished, tmp_path / "copy")
-    middle = open_store(copy).load(open_store(copy).list()[-2])
-    shutil.rmtree(copy / CHECKPOINTS)
-    CheckpointStore(copy / CHECKPOINTS, kind=KIND, schema_version=1).save(middle.step, as_version_1(middle.state), is_best=True)
-    train_run(None, copy, resume=True)
-    assert events_of(copy)[:-1] == events_of(finished)[:-1]
-    assert_same_learner(copy, finished)
 
 
 @pytest.mark.slow

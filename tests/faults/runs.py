@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from esper.cli.main import main
-from esper.runs import CheckpointStore
+from esper.runs import CheckpointStore, Versions
 from esper.runs.folder import CHECKPOINTS, CONFIG, GROW
 from esper.runs.tensors import split
 from tests.commands import _timeless, events_of
@@ -215,7 +215,7 @@ def digest(trainer: Trainer, folder: Path) -> dict[str, str]:
     def of(value: Any) -> str:
         return hashlib.sha256(value if isinstance(value, bytes) else repr(value).encode()).hexdigest()[:16]
 
-    store = CheckpointStore(folder / CHECKPOINTS, kind=trainer.kind, schema_version=_schema(trainer), migrations={})
+    store = CheckpointStore(folder / CHECKPOINTS, kind=_versions(trainer))
     latest = store.load("latest")
     plain, tensors = split(_timeless(latest.state[trainer.part]))
     found = {
@@ -229,10 +229,11 @@ def digest(trainer: Trainer, folder: Path) -> dict[str, str]:
     return found | {str(path.relative_to(folder)): of(path.read_bytes()) for path in sorted(files)}
 
 
-def _schema(trainer: Trainer) -> int:
-    from esper.rl.checkpoints import open_store
+def _versions(trainer: Trainer) -> Versions:
+    from esper.growth.run import KIND
+    from esper.rl.checkpoints import LEARNER
 
-    return open_store(Path()).schema_version if trainer.kind == "ppo" else CheckpointStore(Path(), kind="growth").schema_version
+    return LEARNER if trainer.kind == LEARNER.kind else KIND
 
 
 def prepare(folder: Path) -> Path:

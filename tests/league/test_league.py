@@ -188,15 +188,6 @@ def test_a_smaller_capacity_takes_effect_with_the_next_player() -> None:
     assert promoted(smaller, "four").members == ("three", "four")
 
 
-def test_a_league_from_before_intervals_were_over_maps_loads_with_those_over_battles() -> None:
-    league = promoted(promoted(small_league(), "one"), "two")
-    old = league.to_state() | {"version": 1}
-    for row in old["table"]:
-        del row["record"]["maps"]
-    assert League.from_state(old, league.weights).to_state() == league.to_state()
-    assert League.from_state(old).table.between("two", "one").interval() == WIN.interval()
-
-
 def test_a_match_is_saved_and_loaded_with_its_maps() -> None:
     league = small_league()
     league.record("weak", "strong", WinRecord.of_pairs([1.0, 0.0, 0.0, 0.5]))

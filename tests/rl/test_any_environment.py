@@ -299,20 +299,3 @@ def test_a_custom_encoder_gets_unscaled_bytes(bandit):
             return obs.flatten(1).float()
 
     PPO(make(bandit, 4), config(), Seen()).collect()
-
-
-@pytest.mark.slow
-def test_an_old_policy_trained_on_bytes_divided_by_255_keeps_that_scaling(bandit):
-    from esper.rl.checkpoints import MIGRATIONS
-
-    ppo = PPO(make(bandit, 4), config())
-    ppo.update(ppo.collect())
-    saved = copy.deepcopy(ppo.state_dict())
-    del saved["policy"]["normalizer.means.obs"], saved["policy"]["normalizer.scales.obs"]
-    del saved["policy_training"]["observations"]["obs"], saved["collector"]["bad_rewards"]
-    resumed = PPO(make(bandit, 4), config())
-    resumed.load_state_dict(MIGRATIONS[4]({"ppo": saved})["ppo"])
-    shown = {"obs": torch.randint(0, 256, (2, 7, 7, 3), dtype=torch.uint8)}
-    for _ in range(2):
-        torch.testing.assert_close(resumed.policy.normalize(shown)["obs"], shown["obs"] / 255)
-        resumed.update(resumed.collect())

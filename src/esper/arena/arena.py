@@ -206,7 +206,7 @@ class Arena:
         if set(given) != set(own):
             missing, unknown = sorted(set(own) - set(given)), sorted(set(given) - set(own))
             problem = f"missing: {missing}, unknown: {unknown}"
-            raise ValueError(f"a state has the tensors {sorted(own)}; {problem}. A state of an earlier version cannot be loaded")
+            raise ValueError(f"a state has the tensors {sorted(own)}; {problem}")
         for name, tensor in own.items():
             other = given[name]
             if other.shape != tensor.shape or other.dtype != tensor.dtype:

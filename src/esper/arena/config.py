@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
@@ -26,8 +26,6 @@ FEWEST_PROJECTILES = 48  # smallest number of projectile slots in one battle
 class ArenaRewardConfig(Config):
     """Weights of the parts of a unit's reward."""
 
-    REMOVED: ClassVar = {"zone_lost": 0.0}
-
     zone: NonNegativeFloat = 0.05  # for each second that the own team holds the zone
     damage: NonNegativeFloat = 1.0  # for damage equal to the victim's full hit points
     hurt: NonNegativeFloat = 0.2  # cost of damage by weapons equal to the own full hit points, whoever fired
@@ -45,8 +43,6 @@ class ArenaRewardConfig(Config):
 
 class ArenaConfig(Config):
     """A batch of battles between two teams."""
-
-    RENAMED: ClassVar = {"teams": "team_size"}
 
     battles: Count = 64  # battles fought at the same time
     team_size: TeamSize = 5  # units on each side

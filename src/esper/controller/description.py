@@ -20,9 +20,11 @@ from esper.controller.config import DomainConfig, MoveNetworkConfig
 from esper.files import MAX_FILE_BYTES, FileError, check_safetensors, parse_json, printable, read_file, reason_of
 from esper.rl.config import NetworkConfig
 from esper.runs.folder import kind_of, name_of
+from esper.runs.versions import VersionError, Versions
 from esper.text_table import aligned, figure
 
 HEADER = "esper controller"  # key of the description in the file's metadata
+VERSIONS = Versions("controller")  # of descriptions
 WHAT_TO_DO = "copy the file again, or train a new controller"
 
 
@@ -33,7 +35,8 @@ class ControllerError(ValueError):
 class ControllerDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Description of the weights in a controller file."""
 
-    layout: str  # version of the layout of observations and actions
+    version: int  # of the description
+    layout: str  # of observations and actions
     esper: str  # version that wrote the file
     network: MoveNetworkConfig
     memory: NetworkConfig | None  # of the recurrent core of a policy; None: the file holds a value model
@@ -77,9 +80,12 @@ def parse_description(path: Path, metadata: Mapping[str, str], *, layout: str | 
         raise ControllerError(f"{path} holds tensors, but no controller; give a controller file, such as RUN/controller.safetensors")
     try:
         raw = parse_json(header)
+        raw = VERSIONS.migrated(raw, raw["version"], writer=str(raw["esper"]))
         found, writer = raw["layout"], raw["esper"]
         if layout in (None, found):
-            return msgspec.convert(raw, ControllerDescription)
+            return msgspec.convert({**raw, "version": VERSIONS.present}, ControllerDescription)
+    except VersionError as error:
+        raise ControllerError(f"{path} {error}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ControllerError(f"{path} is damaged: its description cannot be understood; {WHAT_TO_DO} ({error})") from error
     raise ControllerError(

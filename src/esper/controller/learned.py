@@ -19,7 +19,7 @@ from torch import Tensor
 
 import esper
 from esper.controller.config import ControllerConfig, MoveNetworkConfig
-from esper.controller.description import HEADER, WHAT_TO_DO, ControllerDescription, ControllerError, explained, parse_description
+from esper.controller.description import HEADER, VERSIONS, WHAT_TO_DO, ControllerDescription, ControllerError, explained, parse_description
 from esper.controller.layout import LAYOUT_VERSION, observe, policy_decision
 from esper.controller.network import MoveEncoder, make_policy
 from esper.controller.value import ValueController, ValueModel
@@ -52,6 +52,7 @@ def save_controller(
         )
     weights = {name: weight.detach().cpu().contiguous() for name, weight in plain_names(trained.state_dict()).items()}
     description = ControllerDescription(
+        version=VERSIONS.present,
         layout=LAYOUT_VERSION,
         esper=esper.__version__,
         network=network,

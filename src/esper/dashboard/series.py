@@ -105,7 +105,7 @@ def gain_columns(run: Run, *, over_twin: bool) -> dict[str, np.ndarray]:
     gains = before - losses.values
     kept = np.isfinite(gains)
     columns = {**losses._asdict(), "values": gains}
-    for name in ("parameters", "flops"):  # `flops` is missing in old logs
+    for name in ("parameters", "flops"):
         sizes = get(f"epoch_ended/{name}")
         columns[f"size/{name}"] = at_steps(sizes, losses.steps) if len(sizes.values) else np.full(len(gains), np.nan)
     return {name: column[kept] for name, column in columns.items()}

@@ -5,7 +5,7 @@ The comment behind a field is its help text on the command line. This module doe
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from esper.config import Config, ConfigError, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from esper.runs.telemetry import Level
@@ -38,8 +38,6 @@ class BudgetConfig(Config):
 
 class LifecycleConfig(Config):
     """How a seed is raised, and the length of its stages in epochs."""
-
-    REMOVED: ClassVar = {"start_weights": "random"}
 
     raise_mode: Literal["joint", "shadow"] = "joint"  # joint: seeds learn with the host; shadow: the host is unchanged until blending
     training_epochs: PositiveInt = 3  # shadow: minimum epochs of learning before blending

@@ -69,11 +69,12 @@ from esper.growth.seeds.seed import MakeOptimizer, innermost, reading_waits
 from esper.growth.seeds.shadow import Closure, Shadow
 from esper.growth.telemetry import Callbacks, GrowthTelemetry, SinksWithoutLog, check_sinks
 from esper.runs import CheckpointStore, Event, Sink
+from esper.runs.versions import Versions
 from esper.statistics import Interval
 from esper.text_table import figure
 
 Value = TypeVar("Value")
-KIND = "grower"  # the kind of checkpoint, stored in the file
+KIND = Versions("growth")  # of checkpoints that hold the state of a grower, as their part "grower"
 STEPS_PER_EPOCH = 1_000_000  # more than any epoch has: checkpoints are numbered epoch * STEPS_PER_EPOCH + step
 
 
@@ -715,11 +716,11 @@ class Grower:
         The training loop has to save its position in the data and its random states itself.
         """
         step = self.epoch * STEPS_PER_EPOCH + self.history.steps
-        CheckpointStore(folder, kind=KIND).save(step, self.state_dict(), note={"epoch": self.epoch})
+        CheckpointStore(folder, kind=KIND).save(step, {"grower": self.state_dict()}, note={"epoch": self.epoch})
 
     def load(self, folder: Path | str) -> None:
         """Restore the latest checkpoint in the folder. Model, optimiser, schedule and controller must be made as they were for `save`."""
-        self.load_state_dict(CheckpointStore(folder, kind=KIND).load("latest").state)
+        self.load_state_dict(CheckpointStore(folder, kind=KIND).load("latest").state["grower"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state, including host, optimiser, schedule and loss scale; call it between two steps."""

@@ -27,7 +27,7 @@ from esper.display import Card, Displayed
 from esper.files import remove, write_in_run
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.events import GrowthFinished, LoaderRestarted
-from esper.growth.grower import STEPS_PER_EPOCH, Grower
+from esper.growth.grower import KIND as KIND, STEPS_PER_EPOCH, Grower
 from esper.growth.host.saving import save as save_model
 from esper.growth.lifecycle.governor import Diverged
 from esper.growth.lifecycle.ledger import LEDGER_HEADING, Ledger, ledger_rows
@@ -136,9 +136,6 @@ def finished(grown: Grown) -> GrowthFinished:
         metrics=dict(grown.metrics),
         best_epoch=grown.best_epoch,
     )
-
-
-KIND = "growth"  # the kind of checkpoint, stored in the file
 
 
 class GrowthRun:

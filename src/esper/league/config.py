@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -42,8 +42,6 @@ class UnitNetworkConfig(Config):
 class SelfPlayConfig(Config):
     """Opponents of the learner. In the battles that remain, the learner plays and learns on both sides."""
 
-    RENAMED: ClassVar = {"past_seats": "opponent_slots", "seat_rollouts": "slot_rollouts"}
-
     bots: tuple[BotName, ...] = ("weak", "middle", "strong-v1")  # scripted opponents
     bot_draw: Literal["difficulty", "even"] = "difficulty"  # draw the bot of a battle by the league's hardness, or all equally often
     bot_share: Fraction = 0.5  # share of battles against bots
@@ -65,8 +63,6 @@ class SelfPlayConfig(Config):
 
 class ArenaTrainConfig(ShownConfig):
     """A training run by self-play: the arena, the opponents, the league and the learner."""
-
-    REMOVED: ClassVar = {"compile": False}
 
     arena: ArenaConfig = ArenaConfig(state_view=True)
     selfplay: SelfPlayConfig = SelfPlayConfig()

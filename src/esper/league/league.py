@@ -24,6 +24,7 @@ from esper.league import ratings
 from esper.league.config import LeagueConfig
 from esper.league.ratings import Rating
 from esper.league.record import TableRow, WinRecord, WinTable, check_pair, in_order
+from esper.runs.versions import VersionError, Versions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +33,7 @@ Weights = Mapping[str, "Tensor"]
 EntryKind = Literal["anchor", "candidate", "member", "retired"]
 
 LEARNER = "learner"
-VERSION = 2  # version of the saved state; higher ones are refused. Records of version 1 have no maps
+VERSIONS = Versions("league")  # of the states that `League.to_state` returns
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # names become file names
 _NEWCOMER = Rating().ordinal  # stands in for a missing rating
 
@@ -263,7 +264,7 @@ class League:
     def to_state(self) -> dict[str, Any]:
         """Return everything except the weights as dicts, lists, strings and numbers. `from_state` restores an equal league."""
         state = LeagueState(
-            version=VERSION,
+            version=VERSIONS.present,
             config=self.config,
             is_rated=self.is_rated,
             entries=list(self.entries),
@@ -281,13 +282,12 @@ class League:
         Without `weights` the league can be inspected, but its players cannot play. `config` replaces the saved config. A rated league can
         be read without openskill; only recording battles needs it.
         """
-        found = state.get("version") if isinstance(state, dict) else None
-        if found not in range(1, VERSION + 1):
-            raise LeagueError(
-                f"the state of this league has version {found!r}, but this esper reads up to {VERSION}; use the esper that wrote it"
-            )
         try:
-            saved = msgspec.convert(state, LeagueState)
+            state = VERSIONS.migrated(state, state.get("version") if isinstance(state, dict) else None)
+        except VersionError as error:
+            raise LeagueError(f"the saved league {error}") from error
+        try:
+            saved = msgspec.convert({**state, "version": VERSIONS.present}, LeagueState)
             table = WinTable.from_rows(saved.table)
         except (msgspec.ValidationError, ValueError) as error:
             raise LeagueError(f"this is not the state of a league: {error}") from error

@@ -31,9 +31,10 @@ from esper.league.network import make_policy
 from esper.rl.config import NetworkConfig
 from esper.rl.policy import Policy
 from esper.runs import load_module, plain_names, read_tensors, write_tensors
+from esper.runs.versions import VersionError, Versions
 
 HEADER = "esper player"  # key of the description in the file's metadata
-FORMAT = 1  # format of the description; files of higher ones are refused
+VERSIONS = Versions("player")  # of descriptions
 _OF_CRITIC = ("critic.", "encoder.battle.", "value_normalizer.")  # prefixes of weights that are not needed to play
 _SMALL = 1024  # sizes up to this are not checked, since they may belong to optional parts without weights
 _WHAT_TO_DO = "copy the file again, or write it again with: esper arena export RUN FILE"
@@ -46,7 +47,7 @@ class PlayerError(LeagueError):
 class PlayerDescription(msgspec.Struct, frozen=True, kw_only=True):
     """What a player file says about itself."""
 
-    format: int
+    format: int  # version of the description
     esper: str  # version that wrote the file
     rules: int  # version of the arena's rules in its training
     arena: ArenaConfig  # of its training, without the view of the whole battle
@@ -61,7 +62,7 @@ def save_player(path: Path | str, policy_weights: Mapping[str, Tensor], config: 
     Raises ValueError if the weights do not fit the config.
     """
     description = PlayerDescription(
-        format=FORMAT,
+        format=VERSIONS.present,
         esper=esper.__version__,
         rules=RULES_VERSION,
         arena=msgspec.structs.replace(config.arena, state_view=False),
@@ -135,14 +136,14 @@ def _parse(path: Path, metadata: Mapping[str, str]) -> PlayerDescription:
         raise PlayerError(f"{path} holds tensors, but no player; a player file is written by: esper arena export RUN FILE")
     try:
         raw = parse_json(header)
-        found = msgspec.convert(raw["format"], int)
-        if found <= FORMAT:
-            kinds: dict[str, type[Config]] = {"arena": ArenaConfig, "unit": UnitNetworkConfig, "network": NetworkConfig}
-            configs = {name: from_mapping(kind, raw[name]) for name, kind in kinds.items()}
-            return msgspec.convert({**raw, **configs}, PlayerDescription)
+        raw = VERSIONS.migrated(raw, raw["format"], writer=str(raw["esper"]))
+        kinds: dict[str, type[Config]] = {"arena": ArenaConfig, "unit": UnitNetworkConfig, "network": NetworkConfig}
+        configs = {name: from_mapping(kind, raw[name]) for name, kind in kinds.items()}
+        return msgspec.convert({**raw, **configs, "format": VERSIONS.present}, PlayerDescription)
+    except VersionError as error:
+        raise PlayerError(f"{path} {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PlayerError(f"{path} is damaged: its description cannot be understood; {_WHAT_TO_DO} ({error})") from error
-    raise PlayerError(f"{path} was written by a newer esper: its format is {found}, this one reads up to {FORMAT}; update esper")
 
 
 def _check_sizes(path: Path, description: PlayerDescription, weights: Mapping[str, Tensor]) -> None:

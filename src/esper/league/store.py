@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FOLDER, LEAGUE, MEMBERS = "league", "league.json", "members"  # FOLDER is in the run's folder
-FORMAT = 2  # format of the folder; higher ones are refused
+FORMAT = 1  # format of the folder; higher ones are refused
 _SUFFIX = ".safetensors"
 _READS = 5  # attempts to read a folder that another process is changing
 

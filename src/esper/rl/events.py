@@ -83,20 +83,6 @@ class Skipped(Event, tag="skipped"):
     grad_norm: float
 
 
-class Warned(Event, tag="warned"):
-    """A diagnostic crossed its threshold. Only logs of early versions have this event; `Anomaly` has replaced it."""
-
-    step: int
-    diagnostic: str  # a field of `esper.rl.config.ThresholdsConfig`
-    subject: str  # head or part of the policy; "" for the whole policy
-    value: float
-    threshold: float
-
-    def shown(self) -> Mapping[str, Any]:
-        """Show the value under the names of diagnostic and subject: gradient_health/actor."""
-        return {self.diagnostic: {self.subject: self.value} if self.subject else self.value}
-
-
 class CompileFailed(Event, tag="compile_failed"):
     """torch.compile failed; training continues without it."""
 

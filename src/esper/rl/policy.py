@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from esper.rl.checkpoints import POLICY_KIND, POLICY_SCHEMA, read_policy
+from esper.rl.checkpoints import POLICY, read_policy
 from esper.rl.config import NetworkConfig
 from esper.rl.distributions import ActionDistribution
 from esper.rl.networks import Dense, Encoder, initialize, mlp
@@ -291,7 +291,7 @@ class Policy(nn.Module):
             "normalize_values": self.value_normalizer is not None,
         }
         state = {**msgspec.to_builtins(about), "weights": plain_names(self.state_dict())}
-        write_state(path, state, kind=POLICY_KIND, schema=POLICY_SCHEMA)
+        write_state(path, state, POLICY)
 
     @staticmethod
     def load(

@@ -447,10 +447,9 @@ class PPO:
         self.streams.load_state_dict(state["streams"])
         counters = state["counters"]
         self.step, self.updates, self.skipped = (counters[name] for name in ("step", "updates", "skipped"))
-        self.seconds = counters.get("seconds", 0.0)  # an early version of esper did not count them
-        if "monitor" in state:  # an early version of esper had none
-            self.monitor.load_state_dict(state["monitor"])
-            self.telemetry.load_state_dict(state["monitor"])
+        self.seconds = counters["seconds"]
+        self.monitor.load_state_dict(state["monitor"])
+        self.telemetry.load_state_dict(state["monitor"])
         self._has_begun = state["collector"] is not None
         if not self._has_begun:
             return

@@ -358,7 +358,7 @@ def _seconds_of(config: Any) -> float | None:
 
 def _is_trained(checkpoint: Checkpoint, total_steps: int, seconds: float | None) -> bool:
     """Return whether training had ended with this checkpoint."""
-    taken = checkpoint.state["ppo"]["counters"].get("seconds", 0.0)  # an early version of esper did not count them
+    taken = checkpoint.state["ppo"]["counters"]["seconds"]
     return checkpoint.step >= total_steps or (seconds is not None and taken >= seconds)
 
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         Checkpoint as Checkpoint,
         CheckpointError as CheckpointError,
         CheckpointStore as CheckpointStore,
-        Migration as Migration,
         Refused as Refused,
         load_module as load_module,
         plain_names as plain_names,
@@ -67,5 +66,6 @@ if TYPE_CHECKING:
         write_state as write_state,
         write_tensors as write_tensors,
     )
+    from esper.runs.versions import Migration as Migration, Versions as Versions
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

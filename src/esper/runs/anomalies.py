@@ -91,7 +91,7 @@ class Detector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in self._STATE:
             old = getattr(self, name)
-            value = state.get(name, old)  # a version without this attribute may have saved the state
+            value = state[name]
             setattr(self, name, deque(value, old.maxlen) if isinstance(old, deque) else value)
 
 

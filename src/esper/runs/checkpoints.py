@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -44,9 +44,9 @@ from esper.files import (
     write_in_run,
 )
 from esper.runs.tensors import Tree, join, split
+from esper.runs.versions import VersionError, Versions
 
-FORMAT = 2  # format of the folder; higher ones are refused
-WITHOUT_DIGEST = 1  # in this format, manifests and `league.json` have no digest of themselves
+FORMAT = 1  # format of the folder; higher ones are refused
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 MISFITS = (ValueError, KeyError, AttributeError, TypeError, RecursionError)  # errors that decoding and `join` raise on foreign content
 
@@ -121,7 +121,7 @@ def format_of(values: Any) -> int:
 
 def without_checked_digest(values: Any, content: type[Content]) -> Content:
     """Check the digest of the values of a manifest or `league.json` and return them as `content`. Raise ValueError if they do not fit."""
-    return msgspec.convert(without_digest(values, is_required=format_of(values) != WITHOUT_DIGEST), content)
+    return msgspec.convert(without_digest(values), content)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -244,7 +244,6 @@ def _misfit(name: str, *, expected: Tensor, value: object) -> list[str]:
 
 # All checkpoints of a run
 
-Migration = Callable[[Tree], Tree]
 Pointer = Literal["latest", "best"]
 
 _FOLDER = re.compile(r"step-\d{12,}")
@@ -272,32 +271,14 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """A folder of checkpoints, all with the same kind of state.
+    """A folder of checkpoints, all with the same kind of state: `Versions`, or the name of a kind that has only one version."""
 
-    `schema_version` is the version of the states that the program writes now. `migrations[v]` turns a state of version v into one of
-    version v + 1:
-
-        def name_the_seed(state):                                       # version 1 had one unnamed random seed
-            return {"model": state["model"], "seeds": {"data": state["seed"]}}
-
-        CheckpointStore(folder, kind="ppo", schema_version=2, migrations={1: name_the_seed})
-    """
-
-    def __init__(
-        self, root: Path | str, *, kind: str, keep: int = 3, schema_version: int = 1, migrations: Mapping[int, Migration] | None = None
-    ) -> None:
+    def __init__(self, root: Path | str, *, kind: Versions | str, keep: int = 3) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}, because the latest checkpoint always stays")
         self.root = Path(root)
-        self.kind = kind
+        self.versions = Versions(kind) if isinstance(kind, str) else kind
         self.keep = keep
-        self.schema_version = schema_version
-        self.migrations = dict(migrations or {})
-        useless = sorted(version for version in self.migrations if version >= schema_version)
-        if useless:
-            raise ValueError(
-                f"migrations from versions {useless} lead beyond schema_version {schema_version}; use schema_version={useless[-1] + 1}"
-            )
 
     def save(self, step: int, state: Tree, *, is_best: bool = False, note: dict[str, Any] | None = None) -> Path:
         """Write a checkpoint, make it the latest one (with `is_best`, also the best), and remove all but the last `keep` and the best.
@@ -314,8 +295,8 @@ class CheckpointStore:
         sequence = 1 + max(map(_sequence, self._folders().values()), default=0)
         manifest = Manifest(
             format=FORMAT,
-            kind=self.kind,
-            schema=self.schema_version,
+            kind=self.versions.kind,
+            schema=self.versions.present,
             step=step,
             sequence=sequence,
             esper=esper.__version__,
@@ -386,29 +367,13 @@ class CheckpointStore:
 
     def _load(self, folder: Path, skipped: tuple[Refused, ...] = ()) -> Checkpoint:
         manifest = read_manifest(folder)
-        if manifest.kind != self.kind:
-            raise CheckpointError(f"{folder} is of another kind: it holds the state of {manifest.kind!r}, not of {self.kind!r}")
-        # States of older versions are migrated one version at a time; check first that no migration is missing.
-        if manifest.schema > self.schema_version:
-            raise CheckpointError(
-                f"{folder} was written by a newer esper ({manifest.esper}): the version of its state is {manifest.schema}, "
-                f"this one reads up to {self.schema_version}; update esper"
-            )
-        missing = [version for version in range(manifest.schema, self.schema_version) if version not in self.migrations]
-        if missing:
-            raise CheckpointError(
-                f"{folder} is too old: its state has version {manifest.schema}, but there is no migration from version {missing[0]} "
-                f"to {missing[0] + 1}"
-            )
-        state = read_state(folder, manifest)
-        for version in range(manifest.schema, self.schema_version):
-            try:
-                state = self.migrations[version](state)
-            except Exception as error:  # a migration may raise anything on a damaged state
-                raise CheckpointError(
-                    f"{folder} is too old: its state cannot be brought from version {version} to {version + 1} "
-                    f"({type(error).__name__}: {error})"
-                ) from error
+        if manifest.kind != self.versions.kind:
+            raise CheckpointError(f"{folder} is of another kind: it holds the state of {manifest.kind!r}, not of {self.versions.kind!r}")
+        try:
+            self.versions.check(manifest.schema, writer=manifest.esper)  # before the state is read, which may be large
+            state = self.versions.migrated(read_state(folder, manifest), manifest.schema)
+        except VersionError as error:
+            raise CheckpointError(f"{folder} {error}") from error
         return Checkpoint(step=manifest.step, state=state, path=folder, note=manifest.note, skipped=skipped)
 
     def _folders(self) -> dict[str, Path]:
@@ -433,16 +398,13 @@ class CheckpointStore:
         return pointed or next((folder for folder in reversed(self.list()) if _was_best(folder)), None)
 
     def _pointed(self, pointer: Pointer) -> Path | None:
-        """Return the folder that a pointer names, which may not exist; None if the pointer is missing or damaged.
-
-        Pointers of earlier versions hold only the name, without a digest.
-        """
+        """Return the folder that a pointer names, which may not exist; None if the pointer is missing or damaged."""
         try:
             content = read_in_run(self.root / pointer, max_bytes=_MAX_POINTER_BYTES, run=self.root.parent)
         except (OSError, FileError):
             return None
         name = content.partition(b"\n")[0].decode("ascii", errors="replace")
-        if not _FOLDER.fullmatch(name) or content not in (_pointer_to(name), f"{name}\n".encode()):
+        if not _FOLDER.fullmatch(name) or content != _pointer_to(name):
             return None
         found = self._folders().get(name, self.root / name)
         return None if found.is_symlink() else found

@@ -95,7 +95,7 @@ class EventRecord(msgspec.Struct, frozen=True):
     run: str
     rank: int
     event: Event
-    step: int | None = None  # step of the run; None in old files, whose lines have no step
+    step: int | None = None  # step of the run; None in an event that was made without one
 
     @property
     def kind(self) -> str:

@@ -94,7 +94,7 @@ def _light(diagnostic: Diagnostic, value: float) -> Light:
 
 
 # Events that tell of something that went wrong.
-PROBLEMS = ("warned", "anomaly", "skipped", "rewards_not_finite", "rolled_back", "sink_failed", "checkpoint_refused", "compile_failed")
+PROBLEMS = ("anomaly", "skipped", "rewards_not_finite", "rolled_back", "sink_failed", "checkpoint_refused", "compile_failed")
 
 
 def problems(index: EventIndex) -> list[dict[str, Any]]:

@@ -174,8 +174,6 @@ def _anomaly_rows(run: Run) -> list[tuple[str, ...]]:
     for event in run.index.events("anomaly"):
         if not event["has_ended"]:
             found.setdefault((event["what"], event["subject"]), []).append(event)
-    for event in run.index.events("warned"):  # in old files
-        found.setdefault((event["diagnostic"], event["subject"]), []).append(event)
     return [
         (
             what.replace("_", " "),

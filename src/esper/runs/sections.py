@@ -215,7 +215,7 @@ def system_section(run: Run) -> str:
 
 def problem_section(run: Run) -> str:
     """Return the section about what went wrong, newest first, without anomalies and rollbacks, which a report tells in other places."""
-    found = [problem for problem in problems(run.index) if problem["kind"] not in ("anomaly", "warned", "rolled_back")]
+    found = [problem for problem in problems(run.index) if problem["kind"] not in ("anomaly", "rolled_back")]
     rows = [(problem["kind"].replace("_", " "), problem_in_words(problem)) for problem in found]
     return section("Warnings", table(("", "newest first"), rows)) if rows else ""
 

@@ -46,6 +46,7 @@ from esper.files import (
     split_safetensors,
     write_file,
 )
+from esper.runs.versions import VersionError, Versions
 
 Tree = Any  # not typed further: leaves have many types, and the caller knows which
 
@@ -176,19 +177,31 @@ def read_tensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
     return decode_tensors(read_file(path, max_bytes=MAX_FILE_BYTES), path)
 
 
-def write_state(path: Path | str, state: Tree, *, kind: str, schema: int) -> None:
+def write_state(path: Path | str, state: Tree, kind: Versions) -> None:
     """Write a state as one safetensors file, with its JSON part in the metadata."""
     structure, tensors = split(state)
-    write_tensors(path, tensors, {"kind": kind, "schema": str(schema), "state": json.dumps(structure, allow_nan=False)})
+    metadata = {"kind": kind.kind, "schema": str(kind.present), "state": json.dumps(structure, allow_nan=False)}
+    write_tensors(path, tensors, metadata)
 
 
-def read_state_file(path: Path | str) -> tuple[str, int, Tree]:
-    """Return the kind, the version and the state that `write_state` was given. Raise FileError if the file holds no state."""
+def read_state_file(path: Path | str, *kinds: Versions) -> tuple[Versions, Tree]:
+    """Return the kind of a file that `write_state` has written, one of `kinds`, and its state in the present version.
+
+    Raises FileError if the file holds no such state.
+    """
     tensors, metadata = read_tensors(path)
     try:
-        return metadata["kind"], int(metadata["schema"]), join(parse_json(metadata["state"]), tensors)
+        name, version = metadata["kind"], int(metadata["schema"])
+        state = join(parse_json(metadata["state"]), tensors)
     except UNREADABLE as error:
         raise FileError(f"{path} is a safetensors file that holds no state of esper ({type(error).__name__}: {error})") from error
+    kind = next((kind for kind in kinds if kind.kind == name), None)
+    if kind is None:
+        raise FileError(f"{path} holds a state of the kind {name!r}, not {' or '.join(kind.kind for kind in kinds)}")
+    try:
+        return kind, kind.migrated(state, version)
+    except VersionError as error:
+        raise FileError(f"{path} {error}") from error
 
 
 def encode_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> tuple[bytes, memoryview]:

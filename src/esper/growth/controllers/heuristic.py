@@ -183,7 +183,7 @@ class Heuristic:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._looks_at = state["looks_at"]
-        self._is_next_step = state.get("is_next_step", False)  # missing in files of earlier versions
+        self._is_next_step = state["is_next_step"]
 
 
 def judge(name: str, measured: Contribution, rent: float, *, may_prune: bool, is_last: bool) -> list[Action]:

@@ -21,7 +21,7 @@ from esper.growth.host.layout import Place
 from esper.growth.host.slots import SeedHome, Slot, around
 from esper.growth.host.slotted import FACTS_OF_BAKED, AveragedModel, Slotted, check_has_no_slots
 from esper.growth.host.state_dict import attach, build_seed, specs_in
-from esper.growth.seeds.seed import SPEC_KEYS, Seed, SeedSpec
+from esper.growth.seeds.seed import Seed, SeedSpec
 from esper.growth.seeds.width import WidthSeed, fold, widen_to
 from esper.runs.cards import write_model_card
 from esper.runs.checkpoints import plain_names
@@ -153,10 +153,7 @@ def _why_no_model(folder: Path) -> str:
 def _build(
     name: str, spec: SeedSpec, state: dict[str, Tensor], own: Mapping[str, Tensor], modules: Mapping[str, nn.Module]
 ) -> tuple[str, Seed]:
-    """Build the seed of this name. Return the name of the module whose output it changes, and the seed.
-
-    A spec under the key of earlier versions is renamed in `state`.
-    """
+    """Build the seed of this name. Return the name of the module whose output it changes, and the seed."""
     home, after = name.rpartition(".")[0], _changed_module(name, spec)
     if home not in modules or spec.levels_up > name.count("."):
         raise GrowthError(f"the saved model has a seed after {after!r}, which this model does not have; pass an instance of the same host")
@@ -164,11 +161,7 @@ def _build(
     like = _parameter_like(modules[after], modules[""])
     is_same_precision = all(own[key].dtype == state[key].dtype for key in own if key in state)
     dtype = state[f"{name}.alpha"].dtype if is_same_precision and f"{name}.alpha" in state else like.dtype
-    seed = build_seed(Place(after, spec.kind, spec.shape, dtype=dtype, device=like.device), spec, modules)
-    current_key, earlier_key = (f"{name}.{key}" for key in SPEC_KEYS)
-    if earlier_key in state:
-        state[current_key] = state.pop(earlier_key)
-    return after, seed
+    return after, build_seed(Place(after, spec.kind, spec.shape, dtype=dtype, device=like.device), spec, modules)
 
 
 def _changed_module(name: str, spec: SeedSpec) -> str:

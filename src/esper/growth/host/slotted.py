@@ -53,7 +53,7 @@ from esper.growth.host.slots import (
 from esper.growth.host.state_dict import CheckStructure, agree, as_model_takes_it, attach, build_seed, find_homes, free_home, specs_in
 from esper.growth.host.units import find_units, modules_of, with_units
 from esper.growth.seeds.blueprints import KINDS, blueprints_for, blueprints_of, cost_of, get_blueprint, reason_against, widened_by
-from esper.growth.seeds.seed import SPEC_KEYS, Blending, Seed, SeedSpec
+from esper.growth.seeds.seed import SPEC_KEY, Blending, Seed, SeedSpec
 from esper.growth.seeds.width import WidthSeed, fold as fold_seeds, kept_units, make_seed, next_order, why_not_removed
 from esper.runs.checkpoints import plain_name, plain_names
 from esper.text_table import aligned
@@ -197,7 +197,7 @@ class Slotted(Displayed):
 
     def rebuilt_seed(self, name: str, state: Mapping[str, Tensor]) -> Seed:
         """Build the seed of a slot for a state dict of it. The caller loads the weights."""
-        spec = SeedSpec.from_tensor(next(state[key] for key in SPEC_KEYS if key in state))
+        spec = SeedSpec.from_tensor(state[SPEC_KEY])
         return build_seed(self.place(name), spec, dict(self.host.named_modules()))
 
     def why_not_removed(self, name: str) -> str:

@@ -25,7 +25,7 @@ from esper.growth.host.discover import call
 from esper.growth.host.isolation import isolated
 from esper.growth.host.layout import Place
 from esper.growth.host.slots import SeedHome, Slot, on_load, tensors_in
-from esper.growth.seeds.seed import SPEC_KEYS, Seed, SeedSpec
+from esper.growth.seeds.seed import SPEC_KEY, Seed, SeedSpec
 from esper.growth.seeds.width import WidthSeed
 
 # The width of a saved seed must not exceed the sizes of its weights, unless it is at most this: the weights of a user's blueprint may be
@@ -155,7 +155,7 @@ def specs_in(state: Mapping[str, Any]) -> dict[str, SeedSpec]:
     found = {}
     for key, tensor in state.items():
         name, _, last = key.rpartition(".")
-        if last in SPEC_KEYS and name.rpartition(".")[2].startswith(BAKED):
+        if last == SPEC_KEY and name.rpartition(".")[2].startswith(BAKED):
             try:
                 found[name] = SeedSpec.from_tensor(tensor)
                 _check_shape(found[name], [value for key, value in state.items() if key.startswith(f"{name}.") and value is not tensor])

@@ -28,7 +28,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from esper.growth.config import GrowthConfig, GrowthError
-from esper.growth.grower import Grower
+from esper.growth.grower import KIND, Grower
 from esper.growth.host.isolation import isolated
 from esper.growth.host.slotted import Slotted, add_slots
 from esper.growth.host.state_dict import SeedsIgnored
@@ -38,7 +38,7 @@ from esper.growth.telemetry import check_callbacks, check_sinks
 from esper.growth.training_loop import checked, size_of
 from esper.runs import CheckpointStore, Event, Sink
 
-FOLDER, KIND = "growth", "growth in transformers"
+FOLDER = "growth"
 
 
 class GrowthTrainerCallback(TrainerCallback):
@@ -136,7 +136,7 @@ class GrowthTrainerCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if args.should_save and not args.save_only_model:
             folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            CheckpointStore(folder / FOLDER, kind=KIND).save(state.global_step, self._grower().state_dict())
+            CheckpointStore(folder / FOLDER, kind=KIND).save(state.global_step, {"grower": self._grower().state_dict()})
 
     # Construction of the grower
 
@@ -264,5 +264,5 @@ def _read(checkpoint: Path) -> dict[str, Any]:
     store = CheckpointStore(checkpoint / FOLDER, kind=KIND)
     if not store.has_any():
         raise GrowthError(f"{checkpoint} has no folder {FOLDER!r}; resume from a checkpoint of a GrowthTrainer without save_only_model")
-    state: dict[str, Any] = store.load("latest").state
+    state: dict[str, Any] = store.load("latest").state["grower"]
     return state

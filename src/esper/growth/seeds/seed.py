@@ -45,9 +45,9 @@ Blending = Literal["add", "multiply", "gate"]
 
 GATE_WIDTH = 8
 
-# Keys for the spec of a seed in a state dict. The first is the current one: torch prints it if the state dict is loaded into a model
-# without that seed, so it says what to do. Files of earlier versions have the second.
-SPEC_KEYS = ("use_esper_load", "spec")
+# Key for the spec of a seed in a state dict. Torch prints it if the state dict is loaded into a model without that seed, so it says what to
+# do.
+SPEC_KEY = "use_esper_load"
 
 
 class WidePlan(msgspec.Struct, frozen=True):
@@ -146,16 +146,16 @@ class Seed(nn.Module):
         return self.grown(output)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[prefix + SPEC_KEYS[0]] = self.spec.as_tensor()
+        destination[prefix + SPEC_KEY] = self.spec.as_tensor()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
-        given = [state_dict.pop(prefix + key) for key in SPEC_KEYS if prefix + key in state_dict]
-        if not given:
-            missing.append(prefix + SPEC_KEYS[0])
-        elif not (spec := SeedSpec.from_tensor(given[0])).builds_same(self.spec):
+        given = state_dict.pop(prefix + SPEC_KEY, None)
+        if given is None:
+            missing.append(prefix + SPEC_KEY)
+        elif not (spec := SeedSpec.from_tensor(given)).builds_same(self.spec):
             errors.append(f"{prefix[:-1]} is another seed: the state dict holds {spec}, the model {self.spec}")
         else:
             self.spec = msgspec.structs.replace(self.spec, order=spec.order, is_joined=spec.is_joined)
