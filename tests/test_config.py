@@ -29,7 +29,6 @@ from esper.config import (
     save,
     to_toml,
 )
-from esper.files import digest_of
 
 
 class Schedule(Config):
@@ -251,14 +250,6 @@ def test_a_text_in_a_toml_file_is_taken_as_it_is_written(tmp_path: Path) -> None
     assert load(Named, tmp_path / "mine.toml") == Named(name="None", options={"mode": "None", "other": None})
 
 
-def test_the_text_none_means_none_in_configs_of_the_old_format(tmp_path: Path) -> None:
-    text = 'name = "None"\n[options]\nmode = "None"\n'
-    (tmp_path / "config.toml").write_text(text)
-    assert load_saved(Named, tmp_path / "config.toml") == Named(name=None, options={"mode": None})
-    (tmp_path / "config.toml").write_text(f"# The settings of a run. ...\n{text}# sha256 {digest_of(tomllib.loads(text))}\n")
-    assert load_saved(Named, tmp_path / "config.toml") == Named(name=None, options={"mode": None})
-
-
 def test_whole_floats_stay_floats_in_toml() -> None:
     assert "learning_rate = 1.0" in to_toml(Learner(learning_rate=1))
 
@@ -285,11 +276,6 @@ def test_the_config_of_a_run_comes_back_and_one_that_was_changed_is_refused(tmp_
         with pytest.raises(ConfigError, match=r"config\.toml: it was changed .* these values by --config .*config\.toml"):
             load_saved(Run, path)
         load(Run, path)
-
-
-def test_a_config_without_a_digest_loads(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text(to_toml(Run(seed=3)))
-    assert load_saved(Run, tmp_path / "config.toml") == Run(seed=3)
 
 
 # Described

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save
 
 from esper.files import with_digest
 from esper.league import LEARNER, League, LeagueError, LeagueStore, WinRecord
@@ -211,11 +209,11 @@ def test_a_league_of_a_newer_format_is_refused(tmp_path: Path) -> None:
     LeagueStore(tmp_path).save(small_league())
     content = json.loads((tmp_path / "league.json").read_text())
     (tmp_path / "league.json").write_text(json.dumps({"format": 3, "new": content}))
-    with pytest.raises(LeagueError, match="written by a newer esper: its format is 3, this one reads up to 2"):
+    with pytest.raises(LeagueError, match="written by a newer esper: its format is 3, this one reads up to 1"):
         LeagueStore(tmp_path).load()
 
 
-def test_a_league_without_a_digest_loads(tmp_path: Path) -> None:
+def test_a_league_without_a_digest_is_refused(tmp_path: Path) -> None:
     league = promoted(small_league(), "one")
     LeagueStore(tmp_path).save(league)
     values = json.loads((tmp_path / "league.json").read_text())
@@ -223,12 +221,6 @@ def test_a_league_without_a_digest_loads(tmp_path: Path) -> None:
     (tmp_path / "league.json").write_text(json.dumps(values))
     with pytest.raises(LeagueError, match="its sha256 is missing"):
         LeagueStore(tmp_path).load()
-    member = tmp_path / "members" / "one.safetensors"
-    member.write_bytes(save(league.weights["one"]))
-    digest = {"sha256": hashlib.sha256(member.read_bytes()).hexdigest(), "size": member.stat().st_size}
-    before = values | {"format": 1, "weights": {"one": {"file": member.name, "digest": digest}}}
-    (tmp_path / "league.json").write_text(json.dumps(before))
-    assert equal(LeagueStore(tmp_path).load(), league)
 
 
 def test_a_folder_without_a_league_says_so(tmp_path: Path) -> None:
