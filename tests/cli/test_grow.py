@@ -192,6 +192,8 @@ def test_the_help_shows_every_option_about_growing(capsys: pytest.CaptureFixture
         (["--task", "cifar10"], "--data-dir"),
         (["--task", "cifar10", "--data-dir", "nowhere"], "no folder nowhere"),
         (["--task", "digits", "--slots", "blcks.0"], "no submodule is named 'blcks.0'"),
+        (["--task", "digits", "--slots", "blocks.0", "blocks.0"], "slots: 'blocks.0' is named twice in slots"),
+        (["--task", "digits", "--thresholds.plateau-epochs", "0"], "--thresholds.plateau-epochs: expected an int > 0, got 0"),
         (["--task", "digits", "--max-parameters", "0.000001"], "Raise the budget"),
         (["--task", "digits", "--model", "a:b", "--data", "c:d"], "--model: expected no model together with a task"),
         (["--model", "a:b"], "--data: expected package.module:make_loaders, which the model needs"),

@@ -212,8 +212,8 @@ def test_a_state_without_the_weights_of_a_player_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 3}, "has version 3, but this esper reads up to 2"),
-        ({"version": 0}, "has version 0, but this esper reads up to 2"),
+        ({"version": 2}, "was written by a newer esper: the version of its state is 2, this one reads up to 1"),
+        ({"version": 0}, "is damaged: the version of its state is 0"),
         ({"table": [{"first": "a", "second": "a", "record": {"wins": 1}}]}, "not the state of a league: 'a' cannot be its own opponent"),
         ({"entries": [{"name": "a", "kind": "boss"}]}, r"not the state of a league: Invalid enum value 'boss' - at `\$.entries"),
         ({"surprise": 1}, "unknown field `surprise`"),

@@ -19,6 +19,9 @@ from torch.nn.functional import cross_entropy
 
 from esper.controller.training import prepare_controller
 from esper.growth import grow
+from esper.growth.config import ThresholdsConfig
+from esper.growth.events import EpochEnded
+from esper.growth.telemetry import GrowthMonitor
 from esper.league.training import prepare_arena
 from esper.rl import PPO
 from esper.rl.config import NetworkConfig, PPOConfig
@@ -38,6 +41,7 @@ from esper.runs.anomalies import (
 from esper.tasks import Split, load_task
 from esper.vecenv import Actions, Timestep, VecEnv, make
 from tests.controller.test_training import CONFIG as SMALL_CONTROLLER
+from tests.growth.builders import config, make_loop
 from tests.league.arenas import small_training
 
 UPDATES = 20  # within which a fault must be found
@@ -119,15 +123,6 @@ def test_inputs_without_a_normaliser_are_measured_by_their_usual_size() -> None:
     assert events_of(InputDrift("obs", **drift), *[(0.0, 0.0)] * 8, (0.3, 0.1)) == []  # nothing to compare with
     early = events_of(InputDrift("obs", **drift, skipped=0), *usual[:3], (1.3, 0.1))
     assert early == [(3, False)]
-
-
-def test_inputs_whose_saved_state_has_no_usual_size_are_checked_by_their_spread_alone() -> None:
-    saved = InputDrift("obs", largest=4.0, is_relative=True)
-    events_of(saved, *[(0.3, 0.1)] * 8)
-    state = {name: value for name, value in saved.state_dict().items() if name != "usual_size"}
-    resumed = InputDrift("obs", largest=4.0, is_relative=True)
-    resumed.load_state_dict(state)
-    assert events_of(resumed, (9.0, 0.1), *[(9.0, 0.0)] * 6) == [(6, False)]
 
 
 def test_memory_grows_if_every_update_adds_to_it() -> None:
@@ -323,6 +318,21 @@ def test_a_return_that_stands_still_against_opponents_that_learn_is_no_plateau()
     still = learner(learning_rate=1e-9)  # it finds a plateau of the return, see above
     still.monitor.compares_returns = False
     assert "plateau" not in {anomaly.what for anomaly in anomalies_of(still)}
+
+
+@pytest.mark.parametrize("plateau_epochs", [3, 6])
+def test_the_limits_of_growth_are_settings(plateau_epochs: int) -> None:
+    monitor = GrowthMonitor(ThresholdsConfig(plateau_epochs=plateau_epochs))
+    ended = EpochEnded(epoch=0, train_loss=1.0, val_loss=1.0, learning_rate=0.1, decision="", slots=[], parameters=1, flops=1)
+    epochs = [msgspec.structs.replace(ended, epoch=epoch) for epoch in range(20)]
+    found = [anomaly for epoch in epochs for anomaly in monitor.see(epoch, uninformed=2.0, memory={})]
+    assert [(anomaly.what, anomaly.step) for anomaly in found] == [("plateau", plateau_epochs + 1)]
+
+
+def test_a_grower_looks_for_anomalies_with_the_limits_of_its_config() -> None:
+    limits = ThresholdsConfig(plateau_epochs=9)
+    loop = make_loop(settings=config(thresholds=limits))
+    assert loop.grower.telemetry.monitor.thresholds == limits
 
 
 @contextlib.contextmanager

@@ -355,28 +355,6 @@ def test_the_best_checkpoint_survives_the_loss_of_its_pointer(tmp_path: Path, co
     assert [int(folder.name[-1]) for folder in store.list()] == [2, 4]
 
 
-def as_before_digests(root: Path) -> None:
-    """Makes the checkpoints of a store what an esper without digests of manifests and pointers wrote."""
-    for folder in root.glob("step-*"):
-        path = folder / "manifest.json"
-        values = json.loads(path.read_text())
-        path.write_text(json.dumps({name: value for name, value in values.items() if name not in ("sha256", "is_best")} | {"format": 1}))
-    for pointer in ("latest", "best"):
-        path = root / pointer
-        path.write_bytes(path.read_bytes().partition(b"\n")[0] + b"\n")
-
-
-def test_checkpoints_without_a_digest_load(tmp_path: Path) -> None:
-    store = store_at(tmp_path)
-    for step in (1, 2):
-        store.save(step, {"step": step}, is_best=step == 1)
-    as_before_digests(tmp_path)
-    assert store.load().state == {"step": 2}
-    assert store.load("best").state == {"step": 1}
-    store.save(3, {"step": 3})
-    assert [store.load(folder).step for folder in store.list()] == [1, 2, 3]
-
-
 def test_a_checkpoint_with_code_in_it_is_never_executed(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     folder = store.save(1, {"w": torch.ones(3)})

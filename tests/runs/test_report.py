@@ -68,10 +68,8 @@ def charts_of(page: str) -> dict[str, dict[str, Any]]:
 def test_the_report_of_a_ppo_run_shows_the_numbers_of_its_events(tmp_path: Path) -> None:
     evaluated = {"kind": "evaluated", "step": 400, "episodes": 16, "mean_return": 1.75, "mean_length": 8.0}
     checkpoint = {"kind": "checkpoint_evaluated", "step": 200, "episodes": 16, "mean_return": 1.25, "mean_length": 8.0}
-    warned = [
-        {"kind": "warned", "step": 100 * n, "diagnostic": "value_collapse", "subject": NASTY, "value": 0.001, "threshold": 1}
-        for n in (1, 3)
-    ]
+    wrong = {"kind": "anomaly", "what": "value_collapse", "subject": NASTY, "value": 0.001, "limit": 1.0, "advice": "", "has_ended": False}
+    warned = [{**wrong, "step": 100 * n} for n in (1, 3)]
     ended = {"kind": "run_ended", "step": 400, "status": "finished", "seconds": 75.0}
     page = write_run_report(make_run(tmp_path, "ppo", [*updates(4), checkpoint, *warned, evaluated, ended])).read_text()
     figures = dict(re.findall(r"<strong>(.*?)</strong><span>(.*?)</span>", page))

@@ -5,6 +5,9 @@ The comment behind a field is its help text on the command line. This module doe
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
+from collections.abc import Sequence
 from typing import Literal
 
 from esper.config import Config, ConfigError, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -112,6 +115,40 @@ class BaselineConfig(Config):
     schedule_at: Fraction = 0.1  # fraction of the training after which schedule grows a seed in every slot
 
 
+def problem_of_slots(slots: object, submodules: Sequence[str] | None = None) -> str:
+    """Return what is wrong with the names and patterns of slots that were given, "" if nothing is. All rules about them are here.
+
+    `submodules` are the names of the model's submodules, where the model is known.
+    """
+    if isinstance(slots, str) or not isinstance(slots, Sequence) or not all(isinstance(slot, str) for slot in slots):
+        return f"slots are given as a list of names or patterns, such as ['layer1', 'blocks.*'], not as {slots!r}"
+    if not slots:
+        return "no slot is named; name at least one, or leave slots out to have them chosen"
+    if twice := [slot for number, slot in enumerate(slots) if slot in slots[:number]]:
+        return f"{twice[0]!r} is named twice in slots"
+    if submodules is None:
+        return ""
+    for slot in slots:
+        if slot not in submodules and not fnmatch.filter(submodules, slot):
+            near = difflib.get_close_matches(slot, submodules, n=3, cutoff=0.4) or submodules[:5]
+            return f"no submodule is named {slot!r}; near to it: {', '.join(near)}. add_slots(...).describe() lists all places"
+    return ""
+
+
+class ThresholdsConfig(Config):
+    """Limits of healthy growth, looked at after every epoch. An event of kind `anomaly` tells when one is crossed, and when it is over."""
+
+    plateau_epochs: PositiveInt = 5  # anomaly if the training loss falls by less than `plateau_fall` over this many epochs
+    plateau_fall: Fraction = 0.005  # of the loss
+    high_loss: NonNegativeFloat = 0.3  # of the uninformed loss; a training loss below it is no plateau
+    degradation: Fraction = 0.25  # anomaly if this share of the best fall of a loss is lost again
+    noise: NonNegativeFloat = 0.1  # of a loss; a smaller rise is no degradation
+    gradient_health: Fraction = 0.3  # anomaly below this health of a seed's gradients: 1 healthy, 0.5 vanished, 0 exploded
+    memory_growth: PositiveFloat = 8.0  # anomaly if every epoch adds memory, and this many MiB on average
+    input_drift: PositiveFloat = 4.0  # anomaly above this size of the inputs, over that in the first epochs
+    small_rate: Fraction = 0.05  # of the largest learning rate so far; below it the loss need not fall
+
+
 class GrowthConfig(Config):
     """All settings of growth."""
 
@@ -126,6 +163,7 @@ class GrowthConfig(Config):
     heuristic: HeuristicConfig = HeuristicConfig()
     baseline: BaselineConfig = BaselineConfig()
     seed_optimizer: SeedOptimizerConfig = SeedOptimizerConfig()
+    thresholds: ThresholdsConfig = ThresholdsConfig()
     patience: PositiveInt | None = None  # stop after this many epochs without a better validation loss; None: never stop early
     loss_range: PositiveFloat | None = None
     """How far the loss can fall below the uninformed loss; rents and thresholds are fractions of this range. None: down to 0. Set it for a
@@ -135,10 +173,10 @@ class GrowthConfig(Config):
         uninformed = self.governor.uninformed_loss
         if uninformed is not None and uninformed <= 0 and self.loss_range is None:
             raise ConfigError("loss_range", expected="a float > 0, because governor.uninformed_loss is not above 0", got=None)
-        for name in ("slots", "blueprints"):
-            given = getattr(self, name)
-            if given is not None and (not given or len(set(given)) < len(given)):
-                raise ConfigError(name, expected="at least one name, and no name twice", got=given)
+        if self.blueprints is not None and (not self.blueprints or len(set(self.blueprints)) < len(self.blueprints)):
+            raise ConfigError("blueprints", expected="at least one name, and no name twice", got=self.blueprints)
+        if self.slots is not None and (problem := problem_of_slots(self.slots)):
+            raise ConfigError("slots", expected="names or patterns", got=self.slots, problem=problem)
 
 
 class TrainingConfig(GrowthConfig):

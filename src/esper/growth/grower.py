@@ -155,7 +155,8 @@ class Grower:
             *([own_callbacks] if callbacks else []),
             *([self._sinks] if sinks else []),
         ]
-        self.telemetry = telemetry or (GrowthTelemetry() if self._listeners else None)  # None: nobody gets the events
+        # None: nobody gets the events.
+        self.telemetry = telemetry or (GrowthTelemetry(thresholds=self.config.thresholds) if self._listeners else None)
         self._metrics: dict[str, float] = {}  # of the last epoch, or of the one that was restored as the best
         self._restored: BestRestored | None = None  # None: the state is that of the last epoch
         self._has_begun = False

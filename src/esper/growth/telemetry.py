@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from esper.growth import events as growth_events
 from esper.growth.batches import with_article
-from esper.growth.config import GrowthError
+from esper.growth.config import GrowthError, ThresholdsConfig
 from esper.growth.events import EpochEnded
 from esper.growth.host.slots import tensors_in
 from esper.profiling import TELEMETRY
@@ -32,15 +32,6 @@ from esper.runs import Event, EventRecord, Queued, Sink
 from esper.runs.anomalies import Anomaly, Degradation, InputDrift, MemoryGrowth, Monitor, Plateau, Threshold, resident_bytes
 from esper.runs.telemetry import MAX_NAMES, Internals, Level, Telemetry
 from esper.text_table import did_you_mean
-
-PLATEAU_EPOCHS, PLATEAU_FALL = 5, 0.005  # a plateau is a fall of the training loss by less than this share over this many epochs
-HIGH_LOSS = 0.3  # of the uninformed loss; a training loss below it is no plateau
-DEGRADATION = 0.25  # share of the best fall of a loss that is lost again
-NOISE = 0.1  # of a loss: a smaller rise is no degradation
-LEAST_HEALTH = 0.3  # of a seed's gradients
-MEMORY_GROWTH = 8 * 2**20  # bytes per epoch
-LARGEST_INPUTS = 4.0  # size of the inputs as a multiple of that in the first epochs
-SMALL_RATE = 0.05  # of the largest learning rate so far: below it, the loss need not fall
 
 _KINDS = tuple(
     kind.__struct_config__.tag
@@ -142,6 +133,10 @@ class SinksWithoutLog:
 class GrowthMonitor(Monitor):
     """Finds anomalies in the epochs of a growing training."""
 
+    def __init__(self, thresholds: ThresholdsConfig | None = None) -> None:
+        super().__init__()
+        self.thresholds = thresholds or ThresholdsConfig()
+
     def see(
         self,
         ended: EpochEnded,
@@ -154,32 +149,32 @@ class GrowthMonitor(Monitor):
 
         `inputs` are size and spread of the inputs in the first batch, by name. They are compared with those of the first epochs.
         """
-        epoch, seen = ended.epoch, list[Anomaly | None]()
+        epoch, limits, seen = ended.epoch, self.thresholds, list[Anomaly | None]()
         self.largest_rate = max(self.largest_rate, ended.learning_rate)
-        may_learn = ended.learning_rate >= SMALL_RATE * self.largest_rate
-        plateau = self.detector(Plateau, "train_loss", window=PLATEAU_EPOCHS, fall=PLATEAU_FALL)
+        may_learn = ended.learning_rate >= limits.small_rate * self.largest_rate
+        plateau = self.detector(Plateau, "train_loss", window=limits.plateau_epochs, fall=limits.plateau_fall)
         if uninformed is not None:
-            seen.append(plateau.see(ended.train_loss if may_learn else None, high=HIGH_LOSS * uninformed, step=epoch))
+            seen.append(plateau.see(ended.train_loss if may_learn else None, high=limits.high_loss * uninformed, step=epoch))
         for name in ("train_loss", "val_loss"):
             loss = getattr(ended, name)
-            seen.append(self.detector(Degradation, name, share=DEGRADATION).see(loss, least=NOISE * abs(loss), step=epoch))
+            seen.append(self.detector(Degradation, name, share=limits.degradation).see(loss, least=limits.noise * abs(loss), step=epoch))
         for slot in ended.slots:
-            health = self.detector(Threshold, slot.slot, what="gradient_health", below=LEAST_HEALTH)
+            health = self.detector(Threshold, slot.slot, what="gradient_health", below=limits.gradient_health)
             seen.append(health.see(slot.health, step=epoch))
         for name, now in (inputs or {}).items():
-            drift = self.detector(InputDrift, name, largest=LARGEST_INPUTS, is_relative=True, skipped=0)
+            drift = self.detector(InputDrift, name, largest=limits.input_drift, is_relative=True, skipped=0)
             seen.append(drift.see(now["size"], now["spread"], step=epoch))
         for place, used in memory.items():
-            seen.append(self.detector(MemoryGrowth, place, limit=MEMORY_GROWTH).see(used, step=epoch))
+            seen.append(self.detector(MemoryGrowth, place, limit=limits.memory_growth * 2**20).see(used, step=epoch))
         return [anomaly for anomaly in seen if anomaly is not None]
 
 
 class GrowthTelemetry(Telemetry):
     """The anomalies and internals of one training, and the level at which its events are written."""
 
-    def __init__(self, level: Level = "normal", *, escalation: int = 5) -> None:
+    def __init__(self, level: Level = "normal", *, escalation: int = 5, thresholds: ThresholdsConfig | None = None) -> None:
         super().__init__(level, escalation=escalation)
-        self.monitor = GrowthMonitor()
+        self.monitor = GrowthMonitor(thresholds)
         self.layer_norms: dict[str, Tensor] = {}  # L2 norms of the gradients in the first step of the epoch
         self.inputs: dict[str, dict[str, float]] = {}  # statistics of the first batch of the epoch
         self._anomalies: list[Anomaly] = []  # of the present epoch

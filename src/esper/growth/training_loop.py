@@ -196,7 +196,9 @@ class Training:
         assert self._prepared is not None
         (grower, before), self._run = self._prepared, run
         if run is not None or self.listeners:
-            self.telemetry = GrowthTelemetry(self.config.telemetry, escalation=self.config.telemetry_escalation)
+            self.telemetry = GrowthTelemetry(
+                self.config.telemetry, escalation=self.config.telemetry_escalation, thresholds=self.config.thresholds
+            )
         grower.telemetry = self.telemetry
         try:
             # A resumed run has the validation loss before any training in its checkpoint.

@@ -225,7 +225,7 @@ class InputDrift(Detector):
             return self.decide(True, value=spread, limit=limit, step=step)
         if not self.is_relative:
             return self.decide(size > self.largest, value=size, limit=self.largest, step=step)
-        if not self.usual_size:  # inputs that were all zero have no usual size; nor has the state of a version that noted none
+        if not self.usual_size:  # inputs that were all zero have no usual size
             return self.decide(False, value=size, limit=math.inf, step=step)
         return self.decide(size > self.largest * self.usual_size, value=size, limit=self.largest * self.usual_size, step=step)
 

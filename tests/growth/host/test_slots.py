@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from esper.growth import GrowthError, add_slots
+from esper.config import ConfigError
+from esper.growth import GrowthConfig, GrowthError, add_slots
 from esper.growth.host.slotted import Slotted
 from esper.growth.seeds.blueprints import cost_of, get_blueprint
 from tests.growth.host.helpers import germinate, hooks_of, is_same, perturb, plant_kept_seeds, run
@@ -77,13 +78,25 @@ def test_naming_a_refused_place_gives_the_reason() -> None:
 @pytest.mark.parametrize(
     ("slots", "message"),
     [
-        ([], r"slots must be a list of names or patterns such as .*, not \[\]"),
-        ("layer1", "slots must be a list of names or patterns such as .*, not 'layer1'"),
+        ([], "no slot is named; name at least one, or leave slots out to have them chosen"),
+        ("layer1", "slots are given as a list of names or patterns, such as .*, not as 'layer1'"),
         (["layer1", "layer1"], "'layer1' is named twice in slots"),
+        (["layer1", 3], r"slots are given as a list of names or patterns, such as .*, not as \['layer1', 3\]"),
+        (["layer1", "laier2"], "no submodule is named 'laier2'; near to it: layer2, "),
+        (["layer1", "block?"], r"no submodule is named 'block\?'; near to it: "),
     ],
 )
 def test_slots_are_a_list_of_different_names(slots: Any, message: str) -> None:
     refused(RESNET.model(), RESNET.batch(), message, slots=slots)
+
+
+@pytest.mark.parametrize("slots", [(), ("layer1", "layer1")])
+def test_a_config_refuses_slots_in_the_same_words(slots: tuple[str, ...]) -> None:
+    with pytest.raises(GrowthError) as by_model:
+        add_slots(RESNET.model(), RESNET.batch(), slots=slots)
+    with pytest.raises(ConfigError) as by_config:
+        GrowthConfig(slots=slots)
+    assert str(by_config.value) == f"slots: {by_model.value}"
 
 
 def test_a_missing_slot_is_refused_with_the_existing_ones() -> None:

@@ -9,14 +9,13 @@ position. `benchmarks/growth_places.py` compares the accuracy of both places.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torch import nn
 
-from esper.growth.config import GrowthError
+from esper.growth.config import GrowthError, problem_of_slots
 from esper.growth.host.discover import Discovery
 from esper.growth.seeds.seed import Seed
 
@@ -135,26 +134,20 @@ def _one_each(names: set[str], discovery: Discovery) -> set[str]:
 
 
 def _named(model: nn.Module, discovery: Discovery, patterns: Sequence[str]) -> set[str]:
-    if isinstance(patterns, str) or not patterns:
-        raise GrowthError(f"slots must be a list of names or patterns such as ['layer1', 'blocks.*'], not {patterns!r}")
-    duplicates = sorted({pattern for pattern in patterns if list(patterns).count(pattern) > 1})
-    if duplicates:
-        raise GrowthError(f"{duplicates[0]!r} is named twice in slots")
+    names = [name for name, _ in model.named_modules() if name]
+    if problem := problem_of_slots(patterns, names):
+        raise GrowthError(problem)
     # Exact names are kept as they are. A pattern adds no place whose output is the same tensor as that of an exact name.
-    matched = {pattern: _matched(pattern, model, discovery) for pattern in patterns}
+    matched = {pattern: _matched(pattern, names, discovery) for pattern in patterns}
     exact = {name for name in patterns if name in discovery.places}
     taken = {discovery.same_output[name] for name in exact}
-    by_pattern = {name for names in matched.values() for name in names if discovery.same_output[name] not in taken}
+    by_pattern = {name for places in matched.values() for name in places if discovery.same_output[name] not in taken}
     return exact | _one_each(by_pattern, discovery)
 
 
-def _matched(pattern: str, model: nn.Module, discovery: Discovery) -> list[str]:
-    """Return the places that match a name or pattern. Raise a GrowthError if there are none."""
-    names = [name for name, _ in model.named_modules() if name]
-    matched = [pattern] if pattern in names else [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-    if not matched:
-        near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:5]
-        raise GrowthError(f"no submodule is named {pattern!r}; near to it: {', '.join(near)}. add_slots(...).describe() lists all places")
+def _matched(pattern: str, submodules: Sequence[str], discovery: Discovery) -> list[str]:
+    """Return the places that match a name or pattern. Raise a GrowthError if nothing can grow after any of them."""
+    matched = [pattern] if pattern in submodules else fnmatch.filter(submodules, pattern)
     usable = [name for name in matched if name in discovery.places]
     if not usable:
         reasons = {refusal.name: refusal.reason for refusal in discovery.refusals}
