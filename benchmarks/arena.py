@@ -6,7 +6,7 @@
 A step is one decision, five ticks of the physics, of one unit, with all rules, observations and masks, whether the unit lives or not; an
 agent-step is a step of a living unit. In the phase `simulation` both sides are driven by the strong bot on 64×64 maps. The time is taken in
 the middle of battles, which last about a hundred decisions: from the `--warm-up`-th on, when the teams meet, in five windows, of which the
-median counts. In the phase `training` the learner of `esper arena train` collects and learns; its steps are those of the units that learn,
+median counts. In the phase `training` the learner of player-5v5 collects and learns; its steps are those of the units that learn,
 without the opponents'. There, the time is taken when battles are of all ages.
 """
 
@@ -17,9 +17,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import torch
 
+from arena_learning import LARGE, with_values
 from clock import now
 from esper.arena.config import ArenaConfig
 from esper.arena.speed import WARM_UP, measure_speed
@@ -42,14 +42,11 @@ def simulation(battles: int, options: argparse.Namespace, device: torch.device) 
 
 
 def training(battles: int, options: argparse.Namespace, device: torch.device) -> Record:
-    base = ArenaTrainConfig()
-    config = msgspec.structs.replace(
-        base,
-        arena=msgspec.structs.replace(base.arena, battles=battles, team_size=options.team_size),
-        selfplay=msgspec.structs.replace(base.selfplay, enter_every=10**9),
-        ppo=msgspec.structs.replace(base.ppo, num_minibatches=options.minibatches, precision=options.precision),
-        device=device.type,
-    )
+    changes = {
+        "arena.battles": battles, "arena.team_size": options.team_size, "selfplay.enter_every": 10**9,
+        "ppo.num_minibatches": options.minibatches, "ppo.precision": options.precision, "device": device.type,
+    }  # fmt: skip
+    config = with_values(ArenaTrainConfig(), {**LARGE, **changes})
     memory = _memory(device)
     memory.begin()
     with prepare_arena(config) as (ppo, _):

@@ -58,17 +58,25 @@ CHANGES: dict[str, dict[str, Any]] = {
 OPPONENTS = ("middle", "strong-v1")
 SMALL = {  # 2 against 2, as player-2v2 was trained
     "unit.width": 64, "unit.terrain_width": 32, "unit.entity_width": 16, "unit.state_width": 32, "ppo.network.hidden_size": 64,
-    "ppo.num_epochs": 2, "selfplay.bot_share": 0.75, "selfplay.past_share": 0.0,
+    "ppo.network.core": "lstm", "ppo.num_epochs": 2, "selfplay.bot_share": 0.75, "selfplay.past_share": 0.0,
 }  # fmt: skip
-LARGE = {"ppo.learning_rate": 2e-3}  # 5 against 5, as player-5v5 was trained
+LARGE = {  # 5 against 5, as player-5v5 was trained
+    "unit.width": 128, "unit.terrain_width": 64, "unit.entity_width": 32, "unit.state_width": 64, "ppo.network.hidden_size": 128,
+    "ppo.network.core": "lstm", "ppo.num_epochs": 3, "selfplay.bot_share": 0.5, "selfplay.past_share": 0.25, "ppo.learning_rate": 2e-3,
+}  # fmt: skip
 
 
 def settings(change: str, seed: int, options: argparse.Namespace) -> ArenaTrainConfig:
     arena = find_scenario(options.scenario).arena if options.scenario else ArenaConfig(team_size=2, contacts=2, allies=1, state_view=True)
     config = ArenaTrainConfig(arena=arena, total_steps=options.steps, device=options.device, threads=1)
     fixed = {"ppo.seed": seed, "arena.battles": options.battles, "ppo.precision": options.precision, "selfplay.enter_every": 10**9}
+    return with_values(config, {**(SMALL if arena.team_size == 2 else LARGE), **fixed, **CHANGES[change]})
+
+
+def with_values(config: ArenaTrainConfig, values: dict[str, Any]) -> ArenaTrainConfig:
+    """Return the config with the values at these paths."""
     mapping = msgspec.to_builtins(config)
-    for path, value in {**(SMALL if arena.team_size == 2 else LARGE), **fixed, **CHANGES[change]}.items():
+    for path, value in values.items():
         *groups, name = path.split(".")
         functools.reduce(dict.__getitem__, groups, mapping)[name] = value
     return from_mapping(ArenaTrainConfig, mapping)

@@ -40,7 +40,7 @@ def config_for(device: str, battles: int) -> ArenaTrainConfig:
     """Every candidate is promoted, so the league is full after four of them; the learner enters it every 50 updates."""
     return ArenaTrainConfig(
         arena=ArenaConfig(battles=battles, team_size=2, size=16, maps=4, seconds=4.0, contacts=2, allies=1),
-        selfplay=SelfPlayConfig(enter_every=50, entry_battles=4),
+        selfplay=SelfPlayConfig(bot_share=0.5, past_share=0.25, enter_every=50, entry_battles=4),
         league=LeagueConfig(size=4, promote_at=0.0),
         unit=UnitNetworkConfig(entity_width=8, terrain_width=16, width=32, head_width=16),
         ppo=PPOConfig(

@@ -1,8 +1,8 @@
 """Train a player of the arena by self-play, and let it fight a bot.
 
-Two teams of walking machines fight over a zone. One recurrent policy drives every unit of its side. It learns against bots, its past
-selves and itself, and past selves that do well stay in a league. Four updates of single combat show the calls and teach next to nothing;
-the defaults of `ArenaTrainConfig` are 64 battles of five against five and 20 million steps. Needs pip install 'esper-grow[league]'.
+Two teams of walking machines fight over a zone. One policy drives every unit of its side. It learns against bots, its past selves and
+itself, and past selves that do well stay in a league. Four updates of single combat show the calls and teach next to nothing; the
+defaults of `ArenaTrainConfig` are 256 battles of five against five and 20 million steps. Needs pip install 'esper-grow[league]'.
 
     python examples/arena_selfplay.py
 

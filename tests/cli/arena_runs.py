@@ -13,6 +13,7 @@ OPTIONS = [
     *ARENA, "--device", "cpu", "--threads", "1", "--num-steps", str(NUM_STEPS), "--bptt-length", str(NUM_STEPS), "--num-epochs", "1",
     "--num-minibatches", "2", "--hidden-size", "8", "--width", "8", "--terrain-width", "8", "--entity-width", "4", "--head-width", "8",
     "--eval-battles", "2", "--entry-battles", "2", "--enter-every", "1", "--checkpoint-every", "1",
+    "--bot-share", "0.5", "--past-share", "0.25", "--core", "lstm",
 ]  # fmt: skip
 
 

@@ -216,11 +216,12 @@ def test_one_scenario_can_be_chosen_and_may_fit_nobody(player: Path, capsys: pyt
 
 
 @pytest.mark.slow
-def test_a_scenario_gives_a_training_its_arena(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--scenario", "2v2-open-v1", "--maps", "2", "--battles", "4", "--device", "cpu", "--dry-run", "--json"]
-    assert main(["arena", "train", *argv]) == 0
-    config = last_line(capsys.readouterr().out)["config"]
-    assert [config[f"arena.{name}"] for name in ("team_size", "contacts", "allies", "battles")] == [2, 2, 1, 4]
+def test_a_scenario_gives_a_training_its_arena_and_leaves_the_rest_to_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["arena", "train", "--scenario", "2v2-open-v1", "--maps", "2", "--device", "cpu", "--dry-run", "--json"]) == 0
+    result = last_line(capsys.readouterr().out)
+    config, plan = result["config"], result["plan"]
+    assert [config[f"arena.{name}"] for name in ("team_size", "contacts", "allies", "battles")] == [2, 2, 1, 256]
+    assert (plan["battles_against"], plan["parameters"]) == ({"bots": 192, "past selves": 32, "self": 32}, 45_368)
     assert "forest" in config["arena.landscapes"]
     assert "city" not in config["arena.landscapes"]
 

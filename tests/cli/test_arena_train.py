@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -18,6 +19,7 @@ from esper.league.config import ArenaTrainConfig
 from esper.league.events import LeagueChanged, RoundFought
 from esper.rl.checkpoints import open_store
 from esper.rl.events import Update
+from esper.rl.run_setup import CheckpointEvaluated
 from esper.runs import Event, EventRecord, read
 from tests.cli.arena_runs import LEARNING_UNITS, OPTIONS, UPDATE_STEPS, train
 from tests.commands import assert_explains, assert_refuses_to_overwrite, events_of, last_line, last_view, render, show, signal_at_checkpoint
@@ -46,7 +48,7 @@ def recorded(event: Event) -> EventRecord:
         (["--size", "15"], "--arena.size: expected"),
         (["--pack", "meduim"], "no unit class is named 'meduim'"),
         (["--minutes", "0"], "--minutes: expected a float > 0 or None, got 0"),
-        (["--bot-share", "0.9"], "--selfplay.past-share: expected at most 1 - bot_share (0.1), got 0.25"),
+        (["--bot-share", "0.9"], "--selfplay.past-share: expected at most 1 - bot_share (0.1), got 0.125"),
         (["--first-team", "6"], "expected at most arena.team_size (5), got 6"),
         (["--arena.reward.gamma", "0.5"], "expected that of the learner, ppo.gamma (0.997), got 0.5"),
         (["--eval-against", "storng"], "strong"),
@@ -228,10 +230,11 @@ def test_two_ranks_train_one_player() -> None:
 @pytest.mark.slow
 def test_plain_progress_has_lines_of_the_start_the_league_and_the_state(arena_run: Path) -> None:
     stream = io.StringIO()
-    show(arena_run, PlainLines(ArenaProgress(), stream, every_s=1e9))
-    first, joined, last = stream.getvalue().splitlines()
+    show(arena_run, PlainLines(ArenaProgress(bot="strong"), stream, every_s=1e9))
+    first, evaluated, joined, *_, last = stream.getvalue().splitlines()
     assert f"arena-1v1 on cpu: {LEARNING_UNITS} units learn" in first
     assert "update-1 joins the league: it is the first" in joined
+    assert re.search(rf"evaluation at step {UPDATE_STEPS}: \d+ % \[\d+, \d+\] of 2 battles against strong, draws half", evaluated)
     for words in ("update 2/2", f"step {2 * UPDATE_STEPS}", "league 1", "entropy fire ", "explained variance", "steps/s", "done"):
         assert words in last
 
@@ -244,7 +247,18 @@ def test_scores_are_those_of_recent_battles_and_past_selves_are_one_opponent() -
         results = {"strong": (number % 2, 0, 1 - number % 2), **against_past, **against_itself}
         progress.take(recorded(RoundFought(update=number, results=results, opponents=[], team=1, overflow=0)))
     assert progress.scores == {"strong": (0.5, 10), "past selves": (0.75, 20)}
-    assert progress.against == "strong 50 %  past selves 75 %"
+    assert progress.against == "strong 50 % [24, 76]  past selves 75 % [53, 89]", "few battles are shown with their interval"
+
+
+def test_many_battles_need_no_interval_and_evaluations_are_shown_one_after_the_other() -> None:
+    progress = ArenaProgress(bot="middle")
+    progress.take(recorded(RoundFought(update=1, results={"weak": (150, 0, 50)}, opponents=[], team=1, overflow=0)))
+    assert (progress.against, progress.evaluated) == ("weak 75 %", "")
+    for number, score in enumerate((0.0, 0.25, 0.5), 1):
+        evaluation = recorded(CheckpointEvaluated(step=1000 * number, episodes=128, mean_return=score, mean_length=90.0))
+        progress.take(evaluation)
+    assert progress.evaluated == "against middle 0 → 25 → 50 % [41, 59] of 128 battles"
+    assert progress.plain_notice(evaluation) == "evaluation at step 3,000: 50 % [41, 59] of 128 battles against middle, draws half"
 
 
 def test_progress_of_a_resumed_run_counts_the_league_from_its_saved_state() -> None:

@@ -36,7 +36,15 @@ def small_training(
     return ArenaTrainConfig(
         arena=small_arena(**(arena or {})),
         selfplay=SelfPlayConfig(
-            **{"bots": ("random", "middle"), "opponent_slots": 2, "enter_every": 2, "entry_battles": 2, **(selfplay or {})}
+            **{
+                "bots": ("random", "middle"),
+                "bot_share": 0.5,
+                "past_share": 0.25,
+                "opponent_slots": 2,
+                "enter_every": 2,
+                "entry_battles": 2,
+                **(selfplay or {}),
+            }
         ),
         unit=UNIT,
         ppo=PPOConfig(**{**learner, "network": NetworkConfig(hidden_size=8), **(ppo or {})}),

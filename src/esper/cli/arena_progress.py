@@ -16,24 +16,28 @@ from rich.text import Text
 from esper.arena.config import BOTS
 from esper.cli import ppo_progress
 from esper.cli.ppo_progress import BAR_WIDTH
+from esper.intervals import wilson_interval
 from esper.league.events import LeagueChanged, RoundFought
 from esper.rl.events import Update
-from esper.rl.run_setup import RunStarted
+from esper.rl.run_setup import CheckpointEvaluated, RunStarted
 from esper.runs import EventRecord, read
 from esper.runs.folder import EVENTS
 from esper.text_table import duration
 
 _RECENT_ROUNDS = 10  # rounds whose battles are shown
+_FEW_BATTLES = 100  # a score of fewer battles of the training is shown with its interval
+_RECENT_SCORES = 5  # evaluations whose scores the live view shows
 _NOT_SHOWN = ("self", "learner")  # opponents whose score says nothing: a player scores one half against itself
 _PAST = "past selves"
 
 
 class ArenaProgress(ppo_progress.PPOProgress):
-    """Progress of self-play. `members` are the members of the league at the start."""
+    """Progress of self-play. `members` are the members of the league at the start; `bot` is the one that evaluations are against."""
 
-    def __init__(self, members: Iterable[str] = ()) -> None:
+    def __init__(self, members: Iterable[str] = (), *, bot: str = "the bot") -> None:
         super().__init__()
-        self.members = list(members)
+        self.members, self.bot = list(members), bot
+        self.evaluations: deque[CheckpointEvaluated] = deque(maxlen=_RECENT_SCORES)
         self.round: RoundFought | None = None
         self._rounds: deque[RoundFought] = deque(maxlen=_RECENT_ROUNDS)
         self._seconds_per_step = math.nan
@@ -45,6 +49,8 @@ class ArenaProgress(ppo_progress.PPOProgress):
             case RoundFought() as fought:
                 self.round = fought
                 self._rounds.append(fought)
+            case CheckpointEvaluated() as evaluated:
+                self.evaluations.append(evaluated)
             case LeagueChanged() as changed if changed.is_promoted:
                 gone = {*changed.retired, changed.name}
                 self.members = [*(name for name in self.members if name not in gone), changed.name]
@@ -94,7 +100,21 @@ class ArenaProgress(ppo_progress.PPOProgress):
 
     @property
     def against(self) -> str:
-        return "  ".join(f"{name} {100 * score:.0f} %" for name, (score, _) in self.scores.items()) or "no battle has ended yet"
+        """Return the recent scores in training. The first battles to end are the shortest ones, so few battles say little."""
+        shown = (
+            f"{name} {_with_interval(score, battles) if battles < _FEW_BATTLES else f'{100 * score:.0f} %'}"
+            for name, (score, battles) in self.scores.items()
+        )
+        return "  ".join(shown) or "no battle has ended yet"
+
+    @property
+    def evaluated(self) -> str:
+        """Return the scores of the newest evaluations against the bot, the newest with its interval; empty before the first one."""
+        if not self.evaluations:
+            return ""
+        *before, newest = self.evaluations
+        earlier = "".join(f"{100 * one.mean_return:.0f} → " for one in before)
+        return f"against {self.bot} {earlier}{_with_interval(newest.mean_return, newest.episodes)} of {newest.episodes} battles"
 
     @property
     def league(self) -> str:
@@ -136,12 +156,19 @@ class ArenaProgress(ppo_progress.PPOProgress):
                 return f"{changed.name} {what}: {changed.reason}{gone}"
         return super().notice(record)
 
+    def plain_notice(self, record: EventRecord) -> str | None:
+        match record.event:
+            case CheckpointEvaluated() as evaluated:  # the live view has a row for it
+                score = _with_interval(evaluated.mean_return, evaluated.episodes)
+                return f"evaluation at step {evaluated.step:,}: {score} of {evaluated.episodes} battles against {self.bot}, draws half"
+        return super().plain_notice(record)
+
     def line(self) -> str:
         assert self.update is not None
         parts = (
             self.updates,
             f"step {self.update.step:,}",
-            f"against {self.against}" if self.scores else self.against,
+            f"in training: {self.against}" if self.scores else self.against,
             f"league {len(self.members)}",
             f"entropy {self.entropy}",
             self.variance,
@@ -164,13 +191,20 @@ class ArenaProgress(ppo_progress.PPOProgress):
         rows = Table.grid(padding=(0, 2, 0, 0))
         rows.add_column(no_wrap=True, style="dim")
         rows.add_column(overflow="fold")
-        rows.add_row("scores", Text(self.against, style="bold"))
+        rows.add_row("evaluation", Text(self.evaluated or "none yet", style="bold"))
+        rows.add_row("in training", Text(self.against))
         rows.add_row("league", Text(self.league))
         rows.add_row("entropy", Text(self.entropy))
         rows.add_row("learner", Text(f"{self.variance}  clipped {self.update.clip_fraction:.3f}"))
         rows.add_row("steps", Text(f"{self.update.step:,}{team}"))
         rows.add_row("update", Text(seconds))
         return Group(heading, rows)
+
+
+def _with_interval(score: float, battles: int) -> str:
+    """Return a score, draws half, in percent with its 95 % interval over battles."""
+    interval = wilson_interval(score * battles, battles)
+    return f"{100 * score:.0f} % [{100 * interval.low:.0f}, {100 * interval.high:.0f}]"
 
 
 def read_progress(folder: Path) -> ArenaProgress:

@@ -75,9 +75,9 @@ def train_words(argv: list[str]) -> list[str]:
 
 DESCRIPTION = """Trains a player for team battles against scripted bots, past selves and itself, and keeps everything in a run folder.
 
-  esper arena train --device cuda --team-size 5 --battles 1024
-  esper arena train --team-size 2 --contacts 2 --allies 1 --battles 64 --minutes 30
-  esper arena train --scenario 2v2-open-v1 --battles 512
+  esper arena train --scenario 2v2-open-v1 --minutes 3
+  esper arena train --team-size 3 --size 48 --minutes 30
+  esper arena train --device cuda --team-size 5 --battles 4096 --minutes 10
   esper arena eval runs/arena-... --against strong
 
 One policy drives every unit of its side. In --bot-share of the battles it fights scripted bots, in --past-share past selves from its
@@ -105,7 +105,7 @@ def run(argv: list[str], prog: str) -> CommandResult:
     scenario = _scenario(words)
     default = train_defaults(ArenaArguments, ArenaTrainConfig, words, saved=partial(saved_config, ArenaTrainConfig, "arena"))
     if scenario is not None:
-        default = msgspec.structs.replace(default, arena=scenario.arena)
+        default = msgspec.structs.replace(default, arena=msgspec.structs.replace(scenario.arena, battles=default.arena.battles))
     arguments = parse(ArenaArguments, words, prog, default=default, description=DESCRIPTION)
     config = arguments.settings()
     if scenario is not None and scenario.is_test_seed(config.ppo.seed):
@@ -172,7 +172,7 @@ def _train(config: ArenaTrainConfig, arguments: ArenaArguments, group: Group) ->
     folder = group.first(lambda: arguments.run or default_folder(f"arena-{config.arena.team_size}v{config.arena.team_size}"))
     stop = StopSignals("update and the battles of its checkpoint")
     options: dict[str, Any] = {
-        "sinks": [progress_sink(ArenaProgress(_members(folder) if arguments.resume else ()))],
+        "sinks": [progress_sink(ArenaProgress(_members(folder) if arguments.resume else (), bot=config.eval_against))],
         "should_stop": stop.was_asked,
         "group": group,
         "profile": arguments.profile,
@@ -213,7 +213,7 @@ def _print_summary(result: RunResult, record: WinRecord | None, progress: ArenaP
             print(f"{used}; ask for more with --minutes, which counts the whole training")
     else:
         print(f"{result.status} after {progress.updates}, {result.step:,} steps, in {result.seconds:.1f} s")
-    print(f"lately           {progress.against}")
+    print(f"in training      {progress.against}")
     if record is not None:
         print(f"best player      against {config.eval_against} {record.in_words()}")
     print(f"league           {progress.league}: esper arena league {folder}")

@@ -30,11 +30,11 @@ class LeagueConfig(Config):
 class UnitNetworkConfig(Config):
     """Widths of a unit's network before and after the recurrent core."""
 
-    entity_width: Width = 32  # encoding of one contact or ally
-    terrain_width: Width = 64  # encoding of the terrain around the unit
-    width: Width = 128  # encoding of the whole observation, input of the core
+    entity_width: Width = 16  # encoding of one contact or ally
+    terrain_width: Width = 32  # encoding of the terrain around the unit
+    width: Width = 64  # encoding of the whole observation, input of the core
     head_width: Width = 64  # hidden layer of the actor and of the critic
-    state_width: Width = 64  # encoding of the whole battle, for a centralised critic
+    state_width: Width = 32  # encoding of the whole battle, for a centralised critic
     motion: Literal["categorical", "gaussian"] = "categorical"  # heads of motion: a few choices each, or numbers from -1 to 1
     points: bool = True  # compute the logit of a target from its encoding; false: from the unit's hidden layer alone
 
@@ -44,13 +44,13 @@ class SelfPlayConfig(Config):
 
     bots: tuple[BotName, ...] = ("weak", "middle", "strong-v1")  # scripted opponents
     bot_draw: Literal["difficulty", "even"] = "difficulty"  # draw the bot of a battle by the league's hardness, or all equally often
-    bot_share: Fraction = 0.5  # share of battles against bots
-    past_share: Fraction = 0.25  # share of battles against past selves
+    bot_share: Fraction = 0.75  # share of battles against bots
+    past_share: Fraction = 0.125  # share of battles against past selves
     opponent_slots: PositiveInt = 1  # past selves that play at the same time
     slot_rollouts: PositiveInt | None = None  # rollouts that a past self stays in its slot; None: long enough to finish a battle
     first_team: TeamSize | None = None  # curriculum: largest team size at the start; None: no curriculum
     team_grows: PositiveInt = 20  # curriculum: updates until the teams grow by one
-    enter_every: PositiveInt = 50  # updates between two candidates for the league
+    enter_every: PositiveInt = 100  # updates between two candidates for the league
     entry_battles: PairedBattles = 64  # battles of a candidate's trial against each anchor and the best member, two on every map
     opponent_device: str | None = None  # device of the past selves; None: the learner's
 
@@ -62,9 +62,12 @@ class SelfPlayConfig(Config):
 
 
 class ArenaTrainConfig(ShownConfig):
-    """A training run by self-play: the arena, the opponents, the league and the learner."""
+    """A training run by self-play: the arena, the opponents, the league and the learner.
 
-    arena: ArenaConfig = ArenaConfig(state_view=True)
+    The defaults are for a first training of minutes on a few CPU cores. docs/arena.md has settings for a GPU and larger teams.
+    """
+
+    arena: ArenaConfig = ArenaConfig(battles=256, state_view=True)
     selfplay: SelfPlayConfig = SelfPlayConfig()
     league: LeagueConfig = LeagueConfig()
     unit: UnitNetworkConfig = UnitNetworkConfig()
@@ -81,7 +84,7 @@ class ArenaTrainConfig(ShownConfig):
     eval_replays: NonNegativeInt = 4  # newest evaluation battles to keep in replays/, one of each evaluation; 0: record none
     ppo: PPOConfig = PPOConfig(
         num_steps=32,
-        num_epochs=3,
+        num_epochs=2,
         num_minibatches=8,
         learning_rate=1e-3,
         learning_rate_schedule="linear",
@@ -91,7 +94,7 @@ class ArenaTrainConfig(ShownConfig):
         entropy_coef=0.01,
         entropy_coef_end=0.001,
         normalize_observations=False,
-        network=NetworkConfig(hidden_size=128, log_std=-1.0),
+        network=NetworkConfig(core="none", hidden_size=64, log_std=-1.0),
     )
 
     def check(self) -> None:
