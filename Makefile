@@ -5,6 +5,8 @@
 # make test-all  these too: installs every extra into .venv and runs the tests with Lightning, transformers, peft, pyarrow, DuckDB, wandb, ONNX,
 #                sb3-contrib, gromo and MkDocs after `make test`
 # make faults    kills, disturbs and damages runs of all trainers thousands of times, and writes the table of docs/faults.md; some minutes
+# make release-check  installs the wheel in empty environments outside the checkout and uses it there: every Python that is here, and the
+#                lowest declared versions
 # make docs      builds the documentation into build/docs, without network access; a broken link is an error
 # make clean     removes what tools leave behind, but neither .venv nor runs/
 #
@@ -28,7 +30,7 @@ PIP := -qq --disable-pip-version-check --no-compile
 
 DEMO = --task digits --host starved --controller heuristic --twin --seed 0 --epochs 40 --learning-rate 0.01 --schedule cosine --threads 1 --device cpu
 
-.PHONY: demo check lint test test-all faults docs clean
+.PHONY: demo check lint test test-all faults release-check docs clean
 
 demo: $(INSTALLED)
 	@echo "Handwritten digits, and a convolutional network that is too small for them. It grows where that pays; its twin never does."
@@ -52,6 +54,9 @@ test-all: test $(INSTALLED_ALL)
 
 faults: $(INSTALLED)
 	@$(BIN)/python -m tests.faults --jobs $(JOBS)
+
+release-check: $(INSTALLED)
+	@$(BIN)/python -m tests.release_check --demo "$(DEMO)"
 
 docs: $(INSTALLED_DOCS)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir build/docs
