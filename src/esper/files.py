@@ -15,7 +15,8 @@ links. Tests fail where a file of a run is opened in another way (`tests/conftes
 Every file that esper reads back has a sha256, in itself or in another file that has one:
 
     run configs (TOML)             a comment with the sha256 of the values               `esper.config`
-    manifest.json, league.json     the key "sha256", over all other keys                 `with_digest`, `without_digest`
+    manifest.json, league.json,    the key "sha256", over all other keys                 `with_digest`, `without_digest`
+    labels.json, analysis.json
     tensors and state of a         in the manifest                                       `esper.runs`
     checkpoint
     models, controllers, players,  in the metadata of the safetensors file, over         `write_tensors`, `read_tensors`

@@ -28,6 +28,7 @@ from esper.cli.watch import Screen, Window, keys_in
 from esper.dashboard.data import Watcher, name_in_address
 from esper.replay_file import write_replay
 from esper.runs.analysis import write_analysis
+from esper.runs.catalog import label
 from esper.runs.sections import CHARTS, SYSTEM
 from tests.replays import staged_battle
 from tests.runs.made import made_growth, made_ppo
@@ -76,7 +77,7 @@ def make_all(root: Path) -> None:
     """Write a run of every kind, with everything that its page can show."""
     grown = make_run(root / "grown", "growth", growth_events())
     write_analysis(grown, some_analysis())
-    (grown / "labels.json").write_text(json.dumps({"tags": ["baseline"], "note": "the first one"}))
+    label(grown, add=["baseline"], note="the first one")
     entered = {"kind": "stage_entered", "time": 15.0, "env": 0, "epoch": 1, "slot": "conv1", "blueprint": "mlp", "stage": "GERMINATED"}
     hosts = [host_ended(number, env, rent="low", seed=env, utility=0.1 * env) for number in (1, 2) for env in (0, 1)]
     calibration = {"kind": "calibration", "step": 100, **CALIBRATION}

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from esper.files import with_digest
 from tests.faults.damage import COMMANDS, HANGS_AFTER_S, Hang, Tally, run_quietly
 from tests.faults.runs import HUNG, forked, is_raw
 
@@ -135,7 +136,7 @@ def command_escapes(run: Path, resume: list[str], folder: Path) -> Tally:
             shutil.copytree(run.parent, folder)
             shutil.copytree(run, folder / "other")
             (folder / "run").rename(folder / name)
-            (folder / name / "labels.json").write_text(json.dumps({"tags": [f"a{ESCAPE}"], "note": f"b{ESCAPE}"}))
+            (folder / name / "labels.json").write_text(json.dumps(with_digest({"tags": [f"a{ESCAPE}"], "note": f"b{ESCAPE}"})))
             events = folder / name / "events.jsonl"
             lines = [_with_escapes(json.loads(line)) for line in events.read_text().splitlines()]
             events.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -11,7 +11,7 @@ from tests.faults import damaged
 from tests.faults.damage import KINDS, LAST, make_checkpoints, plain, read_damaged, store_at
 
 DAMAGES = 100  # of each kind; `make faults` has more
-WITHOUT_DIGEST = {"events", "labels", "analysis", "kept index"}
+WITHOUT_DIGEST = {"events", "kept index"}
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def test_labels_are_added_removed_and_kept_apart_from_the_run(runs: Path, tmp_pa
 def test_damaged_labels_are_an_error_and_are_not_overwritten(runs: Path, tmp_path: Path) -> None:
     folder = copied(runs, "grown", tmp_path)
     (folder / LABELS).write_text("{broken")
-    with pytest.raises(RunError, match=r"cannot be read \(.*labels\.json: JSON is malformed.*; mend the file, or remove it"):
+    with pytest.raises(RunError, match=r"cannot be read \(.*labels\.json: .*; mend the file, or remove it"):
         label(folder, add=["good"])
     assert (folder / LABELS).read_text() == "{broken"
     assert open_run(folder, cache=tmp_path / "cache").summary().tags == [], "and a table shows the run"

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from esper.display import Card, Displayed
-from esper.files import MAX_CONFIG_BYTES, read_in_run, write_in_run
+from esper.files import MAX_CONFIG_BYTES, UNREADABLE, parse_json, read_in_run, with_digest, without_digest, write_in_run
 from esper.intervals import Interval, student_interval
 from esper.runs.catalog import Run
 from esper.runs.folder import RunError
@@ -335,7 +335,7 @@ class Analysis(msgspec.Struct, Displayed, frozen=True):
 def write_analysis(folder: Path | str, found: Analysis) -> Path:
     """Write an analysis into the folder of a run, over an older one, and return its path."""
     path = Path(folder) / ANALYSIS
-    write_in_run(path, msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+    write_in_run(path, msgspec.json.format(msgspec.json.encode(with_digest(msgspec.to_builtins(found)))) + b"\n")
     return path
 
 
@@ -343,10 +343,10 @@ def read_analysis(folder: Path | str) -> Analysis | None:
     """Return the analysis in the folder of a run; None if there is none. Raise RunError if it cannot be read."""
     path = Path(folder) / ANALYSIS
     try:
-        found = msgspec.json.decode(read_in_run(path, max_bytes=64 * MAX_CONFIG_BYTES), type=Analysis)
+        found = msgspec.convert(without_digest(parse_json(read_in_run(path, max_bytes=64 * MAX_CONFIG_BYTES))), Analysis)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise RunError(f"{path} cannot be read ({error}); write it again with: esper analyse {folder}") from error
     if found.version != VERSION:
         raise RunError(f"{path} was written by another version of esper; write it again with: esper analyse {folder}")

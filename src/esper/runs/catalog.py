@@ -23,7 +23,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from esper.files import MAX_CONFIG_BYTES, parse_toml, read_in_run, user_cache, write_in_run
+from esper.files import (
+    MAX_CONFIG_BYTES,
+    UNREADABLE,
+    parse_json,
+    parse_toml,
+    read_in_run,
+    user_cache,
+    with_digest,
+    without_digest,
+    write_in_run,
+)
 from esper.runs.events import EventError
 from esper.runs.folder import CONFIG, EVENTS, GROW, TWIN, Kind, RunError, State, has_twin, kind_of, locked
 from esper.runs.index import EventIndex, Series, thinned
@@ -136,10 +146,10 @@ class Run:
         """Return tags and note; empty ones if there are none. Raise RunError if the file is damaged."""
         path = self.folder / LABELS
         try:
-            return msgspec.json.decode(read_in_run(path, max_bytes=MAX_CONFIG_BYTES), type=Labels)
+            return msgspec.convert(without_digest(parse_json(read_in_run(path, max_bytes=MAX_CONFIG_BYTES))), Labels)
         except FileNotFoundError:
             return Labels()
-        except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        except (OSError, *UNREADABLE) as error:
             raise RunError(f"the tags and the note of the run cannot be read ({path}: {error}); mend the file, or remove it") from error
 
     def shown_labels(self) -> Labels:
@@ -283,7 +293,7 @@ def label(folder: Path, *, add: Iterable[str] = (), remove: Iterable[str] = (), 
     if wrong := next((tag for tag in tags if not tag.strip() or "," in tag or any(mark in tag for mark in "\n\r\t")), None):
         raise RunError(f"{wrong!r} cannot be a tag; use a word without commas")
     after = Labels(tags, before.note if note is None else note)
-    write_in_run(folder / LABELS, msgspec.json.format(msgspec.json.encode(after)) + b"\n")
+    write_in_run(folder / LABELS, msgspec.json.format(msgspec.json.encode(with_digest(msgspec.to_builtins(after)))) + b"\n")
     return after
 
 
