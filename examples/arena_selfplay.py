@@ -1,15 +1,15 @@
 """Train a player of the arena by self-play, and let it fight a bot.
 
 Two teams of walking machines fight over a zone. One policy drives every unit of its side. It learns against bots, its past selves and
-itself, and past selves that do well stay in a league. Four updates of single combat show the calls and teach next to nothing; the
+itself, and past selves that do well stay in a league. Five updates of single combat show the calls and teach next to nothing; the
 defaults of `ArenaTrainConfig` are 256 battles of five against five and 20 million steps. Needs pip install 'esper-grow[league]'.
 
     python examples/arena_selfplay.py
 
-update 4  step  1280   50 lives ended  mean return +1.98
-name        kind  step      rating  games           vs random             vs weak          vs middle          vs strong  learner scores
-update-2    best   640  17.8 ± 5.8     16  75.0 % [1.0, 99.9]  50.0 % [0.6, 99.4]  0.0 % [0.0, 98.8]  0.0 % [0.0, 98.8]          50.0 %
-against the random bot: 9 won, 7 drawn, 0 lost
+update 5  step  1440   64 lives ended  mean return -0.49
+name         kind  step      rating  games  opponents            vs random              vs weak           vs middle  …  learner scores
+update-2     best   576  24.9 ± 4.8     16          4   62.5 % [0.9, 99.7]   75.0 % [1.4, 99.8]   0.0 % [0.0, 98.8]  …          33.3 %
+against the random bot: 2 won, 11 drawn, 3 lost
 """
 
 import tempfile

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 
@@ -119,17 +120,31 @@ def test_an_evaluation_counts_every_battle_once_from_both_sides(arena_run: Path,
 
 
 @pytest.mark.slow
-def test_policies_sample_their_actions_only_on_request(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_policies_draw_their_actions_in_matches_and_in_evaluations_on_request(
+    arena_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
     for argv, actions in (
         (["eval", str(arena_run), "--against", "random", "--draw"], "drawn"),
-        (["match", "random", str(arena_run)], "likeliest"),
-        (["match", "random", str(arena_run), "--draw"], "drawn"),
+        (["match", "random", str(arena_run)], "drawn"),
+        (["match", "random", str(arena_run), "--no-draw"], "likeliest"),
         (["match", "strong", "weak", "--team-size", "1", "--size", "16"], None),
     ):
         assert main(["arena", *argv, "--battles", "2", "--device", "cpu", "--json"]) == 0
         shown = capsys.readouterr().out
         assert last_line(shown)["actions"] == actions
         assert ("\nactions  " in shown) == (actions is not None)
+        assert "both players are the same" not in shown
+
+
+@pytest.mark.slow
+def test_a_player_that_draws_nothing_mirrors_itself_and_the_match_says_so(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["match", str(arena_run), f"{arena_run}:best", "--battles", "4", "--device", "cpu", "--json"]
+    assert main(["arena", *argv, "--no-draw"]) == 0
+    shown = capsys.readouterr().out
+    assert last_line(shown)["draws"] == 4
+    assert "both players are the same and draw nothing, so each battle is its own mirror image: a draw" in shown
+    assert main(["arena", *argv]) == 0
+    assert "both players are the same" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -184,9 +199,8 @@ def test_standings_name_past_selves_and_anchors(arena_run: Path, capsys: pytest.
     assert result["best"] == "update-1"
     assert {row["name"] for row in result["standings"]} == {"random", "weak", "middle", "strong-v1", "update-1"}
     assert "vs strong" in shown
-    assert {(pair["first"], pair["second"]) for pair in result["pairs"]} == {
-        ("middle", "update-1"), ("random", "update-1"), ("strong-v1", "update-1"), ("update-1", "weak")
-    }  # fmt: skip
+    names = ["middle", "random", "strong-v1", "update-1", "weak"]
+    assert [(pair["first"], pair["second"]) for pair in result["pairs"]] == list(itertools.combinations(names, 2)), "anchors have met too"
 
 
 @pytest.mark.slow
@@ -197,9 +211,8 @@ def test_a_round_robin_lets_all_pairs_meet_and_changes_no_file(arena_run: Path, 
     assert "5 players, 10 matches of 2 battles on cpu" in shown
     pairs = last_line(shown)["pairs"]
     assert len(pairs) == 10
-    in_training = [pair for pair in pairs if "update-1" in (pair["first"], pair["second"])]  # two battles against each anchor
-    assert len(in_training) == 4
-    assert all(pair["battles"] == (4 if pair in in_training else 2) for pair in pairs)
+    in_training = [32 if "update-1" not in (pair["first"], pair["second"]) else 2 for pair in pairs]  # anchors met before the trial
+    assert [pair["battles"] for pair in pairs] == [battles + 2 for battles in in_training]
     assert (arena_run / "league/league.json").read_bytes() == before
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -340,6 +341,15 @@ def test_the_first_to_enter_is_promoted_and_fills_a_slot_without_the_memories_of
     assert not memories[0].any()
     timestep = drive(env, timestep, 8)
     assert len(memories) == 1  # it stays, and so do its memories
+
+
+@pytest.mark.slow
+def test_the_anchors_meet_one_another_once_before_the_first_trial() -> None:
+    env = attached(small_training(selfplay={"enter_every": 1, "entry_battles": 4}))
+    drive(env, env.reset(), 17)  # two candidates
+    pairs = list(itertools.combinations(env.league.anchors, 2))
+    assert len(pairs) == 6
+    assert [env.league.table.between(*pair).battles for pair in pairs] == [32] * 6, "as many battles as a rating counts"
 
 
 @pytest.mark.slow

@@ -27,12 +27,12 @@ def played(*, is_rated: bool) -> League:
 
 def test_without_ratings_the_standings_are_scores_with_intervals() -> None:
     assert standings(played(is_rated=False)).splitlines() == [
-        "name         kind    step  rating  games              vs weak            vs strong  learner scores",
-        "weak       anchor       -       -    100                    -    9.0 % [4.8, 16.2]               -",
-        "strong     anchor       -       -    612  91.0 % [83.8, 95.2]                    -               -",
-        "four    candidate  12,345       -      0                    -                    -               -",
-        "three        best       4       -    522                    -  81.2 % [77.6, 84.4]          37.5 %",
-        "two        member       3       -     20                    -                    -               -",
+        "name         kind    step  rating  games  opponents              vs weak            vs strong  learner scores",
+        "weak       anchor       -       -    100          1                    -    9.0 % [4.8, 16.2]               -",
+        "strong     anchor       -       -    612          2  91.0 % [83.8, 95.2]                    -               -",
+        "four    candidate  12,345       -      0          0                    -                    -               -",
+        "three        best       4       -    522          2                    -  81.2 % [77.6, 84.4]          37.5 %",
+        "two        member       3       -     20          2                    -                    -               -",
         "and 1 that has left the league",
         "this league began without ratings; for the next one, install openskill with: pip install 'esper-grow[league]'",
         "vs: score against a bot, draws half, with its 95 % interval; learner scores: those of the player in training against it",
@@ -56,7 +56,16 @@ def test_a_rating_is_shown_with_its_uncertainty() -> None:
     line = next(line for line in standings(league).splitlines() if line.startswith("three"))
     rating = league.rating("three")
     assert rating is not None
-    assert f"{rating.mu:.1f} ± {rating.sigma:.1f}" in line
+    assert f"{rating.mu:.1f} ± {rating.sigma:.1f} " in line
+
+
+@needs_openskill
+def test_a_rating_that_rests_on_one_opponent_says_so() -> None:
+    lines = standings(played(is_rated=True)).splitlines()
+    assert [line.split()[0] for line in lines if "*  " in line] == ["weak"]
+    assert any(line.startswith("*: this rating rests on games against one opponent") for line in lines)
+    league = small_league(is_rated=True)
+    assert "*" not in standings(league), "nobody has met anybody"
 
 
 @needs_openskill

@@ -191,6 +191,7 @@ class PlayedMatch(NamedTuple):
     wants_replay: bool
     replay: Path | None  # of a battle that the first player won, or of the first one if it won none
     actions: ActionChoice | None  # how policies chose; None: only bots fought
+    mirrors_itself: bool  # a policy that takes the likeliest actions fought itself
 
 
 def play_match(
@@ -205,12 +206,13 @@ def play_match(
     path = None if replay is None else _replay_file(replay, first, second)
     has_policy = not isinstance(first.player, str) or not isinstance(second.player, str)
     actions: ActionChoice | None = None if not has_policy else "drawn" if draw else "likeliest"
+    mirrors_itself = not draw and _are_the_same(first.player, second.player)
     map_seed = seed_of_unseen_maps(MAPS_OF_COMMANDS, seed)
     with memory_errors(arena), progress_bar("battles", arena.decisions) as on_step:
         if path is None:
             match_arena = MatchArena(arena, seed=map_seed, device=device)
             result = match_arena.play(first.player, second.player, on_step=on_step, sample=draw)
-            return PlayedMatch(result, wants_replay=False, replay=None, actions=actions)
+            return PlayedMatch(result, wants_replay=False, replay=None, actions=actions, mirrors_itself=mirrors_itself)
         try:
             recorded = play_and_record(
                 arena,
@@ -225,7 +227,15 @@ def play_match(
             )
         except OSError as error:
             raise CommandError(f"the replay cannot be written to {path}: {reason_of(error)}", exit_code=FAILED) from error
-    return PlayedMatch(recorded.result, wants_replay=True, replay=recorded.path, actions=actions)
+    return PlayedMatch(recorded.result, wants_replay=True, replay=recorded.path, actions=actions, mirrors_itself=mirrors_itself)
+
+
+def _are_the_same(one: str | Policy, other: str | Policy) -> bool:
+    """Return whether two policies have the same weights. Bots draw even against themselves."""
+    if isinstance(one, str) or isinstance(other, str):
+        return False
+    ours, theirs = one.state_dict(), other.state_dict()
+    return ours.keys() == theirs.keys() and all(value.equal(theirs[name]) for name, value in ours.items())
 
 
 def _names(first: MatchPlayer, second: MatchPlayer) -> tuple[str, str]:
@@ -280,7 +290,10 @@ def print_match(played: PlayedMatch) -> None:
     length = f"a battle took {result.decisions * DECISION_S:.1f} s, {result.decisions:.0f} decisions"
     print(f"ended by time    {100 * result.by_time / battles:.1f} % of the battles; {length}")
     if played.actions is not None:
-        print(f"actions          {'drawn' if played.actions == 'drawn' else 'the likeliest ones; --draw draws them'}")
+        how = "drawn; --no-draw takes the likeliest ones" if played.actions == "drawn" else "the likeliest ones; --draw draws them"
+        print(f"actions          {how}")
+    if played.mirrors_itself:
+        print("                 both players are the same and draw nothing, so each battle is its own mirror image: a draw")
     if played.replay is not None:
         file = shlex.quote(str(played.replay))
         which = "" if result.won else ", the first battle: none was won"

@@ -44,13 +44,11 @@ class MatchOptions(Config):
     """seed of the maps and of everything that is drawn"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one"""
-    draw: tyro.conf.FlagCreatePairsOff[bool] = False
-    """draw the actions of policies, as in training; else they take the likeliest ones"""
     replay: Path | None = None
     """write the replay of one battle to this file, or into replays/ of this run: the first that the first player won, else the first"""
 
 
-def _play(options: MatchOptions, arena: ArenaConfig, first: MatchPlayer, second: MatchPlayer, *, title: str) -> dict[str, Any]:
+def _play(options: MatchOptions, arena: ArenaConfig, first: MatchPlayer, second: MatchPlayer, *, draw: bool, title: str) -> dict[str, Any]:
     """Play and print a match in this arena, with the number of battles of the options. Return its result as JSON."""
     from esper.devices import find_device
 
@@ -58,7 +56,7 @@ def _play(options: MatchOptions, arena: ArenaConfig, first: MatchPlayer, second:
     arena = msgspec.structs.replace(arena, battles=options.battles, smallest_team=None, state_view=False)
     check_fits(arena, [first, second])
     print(f"{title}: {describe_arena(arena)}, on {device}", flush=True)
-    played = play_match(arena, first, second, seed=options.seed, device=device, replay=options.replay, draw=options.draw)
+    played = play_match(arena, first, second, seed=options.seed, device=device, replay=options.replay, draw=draw)
     print_match(played)
     return match_json(played, arena)
 
@@ -80,6 +78,8 @@ class MatchArguments(MatchOptions):
     """a bot, RUN, RUN:member, a player file, or a player that comes with esper"""
     second: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="B")]
     """the other player, named likewise"""
+    draw: bool = True
+    """draw the actions of policies, as in training; otherwise they take the likeliest ones, and a player draws every battle with itself"""
     team_size: TeamSize | None = None
     """units on each side; None: as A or B was trained, else 5"""
     size: MapSize | None = None
@@ -96,7 +96,7 @@ def run(argv: list[str], prog: str) -> CommandResult:
         arena = first.arena or second.arena or ArenaConfig()
         team_size, size = arguments.team_size or arena.team_size, arguments.size or arena.size
         arena = msgspec.structs.replace(arena, team_size=team_size, size=size)
-        result = _play(arguments, arena, first, second, title=f"{first.name} against {second.name}")
+        result = _play(arguments, arena, first, second, draw=arguments.draw, title=f"{first.name} against {second.name}")
     return CommandResult({"first": first.name, "second": second.name, **result})
 
 
@@ -115,6 +115,8 @@ class ArenaEvalArguments(MatchOptions):
     """folder of a run, RUN:member, a player file, or a player that comes with esper"""
     against: BotName = "strong"
     """scripted bot that it fights"""
+    draw: bool = False
+    """draw the actions of policies, as in training; otherwise they take the likeliest ones, as in evaluations of training"""
     checkpoint: Literal["best", "latest"] | None = None
     """which player, if PLAYER is the folder of a run; None: the best"""
 
@@ -131,7 +133,7 @@ def run_eval(argv: list[str], prog: str) -> CommandResult:
             raise CommandError(f"--checkpoint {which} chooses a player of a run, and {name} is not the folder of one; leave it out")
         bot = MatchPlayer(arguments.against, arguments.against)
         title = f"{f'{which} player of ' if is_run else ''}{name} against {bot.name}"
-        result = _play(arguments, player.arena or ArenaConfig(), player, bot, title=title)
+        result = _play(arguments, player.arena or ArenaConfig(), player, bot, draw=arguments.draw, title=title)
     return CommandResult({"player": name, "checkpoint": which if is_run else None, "against": bot.name, **result})
 
 
