@@ -18,9 +18,9 @@ from esper.files import FileError
 from esper.rl import PPOConfig, TrainConfig, train_run
 from esper.runs import RunError
 from esper.runs.analysis import read_analysis
-from esper.runs.catalog import DEAD_AFTER_S, LABELS, differing_settings, find_runs, label, open_run, remove_run
+from esper.runs.catalog import DEAD_AFTER_S, LABELS, differing_settings, find_runs, kept_summaries, label, list_runs, open_run, remove_run
 from esper.runs.folder import EVENTS, GROW, locked
-from esper.runs.index import lines_of
+from esper.runs.index import EventIndex, lines_of
 from tests.runs.made import made_growth
 
 pytestmark = pytest.mark.slow  # trains two runs
@@ -157,3 +157,40 @@ def test_a_link_out_of_a_run_is_not_followed(tmp_path: Path, name: str) -> None:
     if name == GROW:
         with pytest.raises(FileError, match="is a link"):
             run.config()
+
+
+def test_a_second_listing_reads_only_the_runs_that_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, cache = tmp_path / "runs", tmp_path / "cache"
+    for name in ("one", "other"):
+        made_growth(root / name, [1.0, 0.5], twin=[1.0])
+    first = list_runs(root, cache=cache)
+    read: list[str] = []
+    refresh = EventIndex.refresh
+    monkeypatch.setattr(EventIndex, "refresh", lambda index: (read.append(index.path.parent.name), refresh(index))[1])
+    assert list_runs(root, cache=cache) == first
+    assert read == []
+    label(root / "one", add=["good"])
+    read.clear()
+    assert [(summary.name, summary.tags) for summary in list_runs(root, cache=cache)] == [("one", ["good"]), ("other", [])]
+    assert set(read) == {"one", "twin"}
+
+
+def test_a_damaged_list_of_runs_is_not_used(tmp_path: Path) -> None:
+    root, cache = tmp_path / "runs", tmp_path / "cache"
+    made_growth(root / "one", [1.0, 0.5])
+    first = list_runs(root, cache=cache)
+    (kept,) = cache.glob("list-*")
+    content = kept.read_bytes()
+    for place in range(0, len(content), 7):
+        kept.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert kept_summaries(root, cache) == {}, place
+    assert list_runs(root, cache=cache) == first
+
+
+def test_a_kept_summary_of_a_run_without_signs_of_life_becomes_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = made_growth(tmp_path / "runs" / "one", [1.0, 0.5], has_ended=False)
+    states = [summary.state for summary in list_runs(tmp_path / "runs", cache=tmp_path / "cache")]
+    now = (folder / EVENTS).stat().st_mtime + DEAD_AFTER_S + 1
+    monkeypatch.setattr(time, "time", lambda: now)
+    states += [summary.state for summary in list_runs(tmp_path / "runs", cache=tmp_path / "cache")]
+    assert states == ["running", "dead"]

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import tyro
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from esper.cli.command import CommandError, CommandResult, how_to_resume
 from esper.cli.parse import parse
+from esper.cli.table import LongTable
 from esper.cli.watch import STATE_STYLES, sparkline
 from esper.config import Config
 from esper.runs.folder import GROW, TWIN, Kind, RunError, State, has_twin
@@ -72,20 +71,16 @@ class LsArguments(Config):
 def run_ls(argv: list[str], prog: str) -> CommandResult:
     arguments = parse(LsArguments, argv, prog, description=LS_DESCRIPTION)
     from esper.files import user_cache
-    from esper.runs.catalog import find_runs
+    from esper.runs.catalog import list_runs
 
     if not arguments.folder.is_dir():
         raise CommandError(
             f"there is no folder {arguments.folder}; name one with runs: {prog} FOLDER, or start a run: esper grow --task digits"
         )
-    found, now = find_runs(arguments.folder, cache=user_cache()), time.time()
-    summaries = []
-    for run in found:
-        run.refresh()
-        summaries.append(run.summary(now))
-    shown = sorted((summary for summary in summaries if _is_wanted(summary, arguments)), key=_live_then_newest)
+    found = list_runs(arguments.folder, cache=user_cache())
+    shown = sorted((summary for summary in found if _is_wanted(summary, arguments)), key=_live_then_newest)
     if shown:
-        _print_runs(shown, arguments.folder, now)
+        _print_runs(shown, arguments.folder, time.time())
     elif found:
         print(f"none of the {len(found)} runs in {arguments.folder} is like this; leave out a filter")
     else:
@@ -107,25 +102,27 @@ def _print_runs(summaries: Sequence[Summary], root: Path, now: float) -> None:
 
     console = Console(highlight=False)
     is_wide = console.width >= WIDE
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column("run", overflow="fold", ratio=None)
-    heading = ("kind", "state", "progress", "figure", "last", "best", "curve", "seen", "tags")
-    for name in heading:
-        if is_wide or name not in ("curve", "figure"):
-            table.add_column(name, justify="right" if name in ("last", "best", "seen") else "left", no_wrap=name != "tags")
+    heading = ["run", "kind", "state", "progress", *(["figure"] if is_wide else []), "last", "best", *(["curve"] if is_wide else [])]
+    heading += ["seen", "tags"]
+    rows = []
     for summary in summaries:
-        curve = [summary.figure, written(summary.last), written(summary.best), _curve(summary.spark, console.encoding, 16)]
-        cells = [
-            Text(os.path.relpath(summary.folder, root) if Path(summary.folder) != root else summary.name),
-            summary.kind,
-            Text(summary.state, style=STATE_STYLES[summary.state]),
-            progress_bar(summary.progress, console.encoding) if is_wide else _percent(summary.progress),
-            *(curve if is_wide else curve[1:3]),
-            age(now - summary.touched) if summary.touched else "-",
-            Text(" ".join(summary.tags)),
-        ]
-        table.add_row(*cells)
-    console.print(table)
+        numbers = [written(summary.last), written(summary.best)]
+        rows.append(
+            [
+                os.path.relpath(summary.folder, root) if Path(summary.folder) != root else summary.name,
+                summary.kind,
+                summary.state,
+                progress_bar(summary.progress, console.encoding) if is_wide else _percent(summary.progress),
+                *([summary.figure, *numbers, _curve(summary.spark, console.encoding, 16)] if is_wide else numbers),
+                age(now - summary.touched) if summary.touched else "-",
+                " ".join(summary.tags),
+            ]
+        )
+    styles: dict[tuple[int, int | None], str] = {
+        (number, heading.index("state")): STATE_STYLES[summary.state] for number, summary in enumerate(summaries)
+    }
+    right = {heading.index(name) for name in ("last", "best", "seen")}
+    console.print(LongTable(heading, rows, right=right, styles=styles), crop=False, soft_wrap=True)
 
 
 def _curve(values: Sequence[float], encoding: str, width: int) -> str:

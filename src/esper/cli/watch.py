@@ -101,7 +101,7 @@ def _show_in_terminal(paths: Sequence[Path]) -> CommandResult:
     screen = Screen(watcher, paths, has_keys=sys.stdout.isatty())
     if not sys.stdout.isatty():
         console.print(screen.view(console.width))
-        return CommandResult({"runs": len(watcher.overview()["runs"])})
+        return CommandResult({"runs": len(watcher)})
     with console.status("reading the runs"):
         first = screen.view(console.width)
     with _keys() as wait_for_keys, Live(Window(screen, first), console=console, auto_refresh=False, screen=True) as live:
@@ -114,7 +114,7 @@ def _show_in_terminal(paths: Sequence[Path]) -> CommandResult:
             if keys or view is not shown or console.size != size:
                 live.update(Window(screen, view), refresh=True)
             shown, size = view, console.size
-    return CommandResult({"runs": len(watcher.overview()["runs"])})
+    return CommandResult({"runs": len(watcher)})
 
 
 class Screen:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from esper.cli.analyse import WIDE, analysis_parts, blueprint_parts, cells_table
 from esper.cli.runs import age
+from esper.cli.table import LongTable
 from esper.cli.watch import STATE_STYLES, TWIN_OF, sparkline
 from esper.runs.analysis import ABOUT_BLUEPRINTS, Analysis, BlueprintRow, signed
 from esper.runs.catalog import settings_of
@@ -104,24 +105,24 @@ def runs_table(overview: dict[str, Any], *, width: int = 80, here: str | None = 
         return Text(f"There are no runs in {overview['root']} yet. Start one: esper grow --task digits")
     is_wide, has_tags = width >= WIDE, any(row["tags"] for row in overview["runs"])
     headings = ["run", "kind", "state", "done", "last", "best", *(["figure", "curve"] if is_wide else []), "sign of life"]
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in [*(["", ""] if here is not None else []), *headings, *(["tags"] if has_tags else [])]:
-        table.add_column(heading, justify="right" if heading in ("done", "last", "best") else "left", no_wrap=True)
-    for row in overview["runs"]:
-        done = "" if row["progress"] is None else f"{row['progress']:.0%}"
-        cells = [
-            Text(_shortened(row["name"], max(width // 3, 12))),
-            row["kind"],
-            Text(row["state"], style=STATE_STYLES[row["state"]]),
-            done,
-        ]
-        cells += [number(row["last"]), number(row["best"])]
-        cells += [row["figure"], Text(sparkline(row["spark"], 20), style="cyan")] if is_wide else []
-        life = age(overview["now"] - row["touched"]) if row["touched"] else "–"
-        marks = [">" if row["id"] == here else " ", "×" if row["id"] in chosen else " "] if here is not None else []
-        cells += [life, *([Text(", ".join(row["tags"]))] if has_tags else [])]
-        table.add_row(*marks, *cells, style="reverse" if row["id"] == here else None)
-    return table
+    marks = ["", ""] if here is not None else []
+    heading = [*marks, *headings, *(["tags"] if has_tags else [])]
+    styles: dict[tuple[int, int | None], str] = {}
+    rows, state = [], heading.index("state")
+    for place, row in enumerate(overview["runs"]):
+        cells = [">" if row["id"] == here else " ", "×" if row["id"] in chosen else " "] if here is not None else []
+        cells += [_shortened(row["name"], max(width // 3, 12)), row["kind"], row["state"]]
+        cells += ["" if row["progress"] is None else f"{row['progress']:.0%}", number(row["last"]), number(row["best"])]
+        cells += [row["figure"], sparkline(row["spark"], 20)] if is_wide else []
+        cells += [age(overview["now"] - row["touched"]) if row["touched"] else "–", *([", ".join(row["tags"])] if has_tags else [])]
+        rows.append(cells)
+        styles[place, state] = STATE_STYLES[row["state"]]
+        if is_wide:
+            styles[place, heading.index("curve")] = "cyan"
+        if row["id"] == here:
+            styles[place, None] = "reverse"
+    right = {heading.index(name) for name in ("done", "last", "best")}
+    return LongTable(heading, rows, right=right, styles=styles)
 
 
 # The page of one run

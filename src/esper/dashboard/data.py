@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import msgspec
 from esper.dashboard.series import CHANGING, config_of, series_columns, win_rate_ends
 from esper.files import printable, user_cache
 from esper.runs.analysis import ANALYSIS, blueprint_rows, how_measured, read_analysis, seeds_of, slots_in_order
-from esper.runs.catalog import LABELS, Run, differing_settings, find_runs, settings_of
+from esper.runs.catalog import LABELS, Run, differing_settings, find_runs, keep_summaries, settings_of
 from esper.runs.compare import NOT_COMPARED, compare_opened, seed_of
 from esper.runs.controller_story import ControllerStory, joined_calibration
 from esper.runs.folder import CONFIG, EVENTS, TWIN, RunError
@@ -51,15 +50,9 @@ class Watcher:
         self.loading = 1.0  # share of the logs that has been read
 
     def refresh(self) -> None:
-        """Look for new runs, and read new events of all of them."""
+        """Look for new runs. Events of a run are read when its page is asked for, or when a table needs its figures."""
         with self._lock:
             self._search_now_and_then()
-            for number, run in enumerate(self._runs.values()):
-                run.refresh(partial(self._note_progress, number))
-            self.loading = 1.0
-
-    def _note_progress(self, number: int, share: float) -> None:
-        self.loading = (number + share) / len(self._runs)
 
     def _search_now_and_then(self) -> None:
         if time.monotonic() - self._searched >= max(SEARCH_EVERY_S, SEARCH_PAUSE * self._search_took):
@@ -76,6 +69,10 @@ class Watcher:
         for kept in (self._stories, self._controllers, self._settings, self._analyses):
             for folder in kept.keys() - {run.folder for run in self._runs.values()}:
                 kept.pop(folder)
+
+    def __len__(self) -> int:
+        """Return the number of runs."""
+        return len(self._runs)
 
     def run(self, name: str) -> Run | None:
         """Return the run of this name in addresses, with its newest events; None if there is none (any more)."""
@@ -97,9 +94,15 @@ class Watcher:
     def overview(self) -> dict[str, Any]:
         """Return all runs, live ones first, then the newest."""
         with self._lock:
-            mark = self.overview_mark()
-            self.refresh()
-            rows = [{"id": name, **msgspec.to_builtins(run.summary())} for name, run in self._runs.items()]
+            mark, now, rows, is_new = self.overview_mark(), time.time(), [], False
+            for number, (name, run) in enumerate(self._runs.items()):
+                kept = run.kept
+                rows.append({"id": name, **msgspec.to_builtins(summary := run.brief(now))})
+                is_new |= run.kept is not kept and summary.state != "running"
+                self.loading = (number + 1) / len(self._runs)
+            if is_new:  # the next process need not read these runs
+                for root in self.roots:
+                    keep_summaries(root, self._cache, (run for run in self._runs.values() if run.folder.is_relative_to(root)))
         rows.sort(key=lambda row: (row["state"] != "running", -row["touched"]))
         return {"root": printable(", ".join(map(str, self.roots))), "runs": [_clean(row) for row in rows], "mark": mark, "now": time.time()}
 
@@ -256,6 +259,8 @@ class Watcher:
             return []
         ordered = sorted(same, key=lambda id_: same[id_] or 0)
         runs = [(id_, self._runs[id_]) for id_ in ordered]
+        for _, run in runs:
+            run.refresh()
         twins = {id_: None if run.twin is None else run.twin.started() for id_, run in runs}
         return [{"id": id_, "name": run.name, "seed": same[id_], "started": run.started(), "twin_started": twins[id_]} for id_, run in runs]
 

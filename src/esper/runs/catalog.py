@@ -12,6 +12,7 @@ Tags and a note of the user are in `labels.json` in the run's folder.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import time
@@ -23,17 +24,22 @@ from typing import Any
 import msgspec
 import numpy as np
 
+import esper
 from esper.files import (
     MAX_CONFIG_BYTES,
+    MAX_JSON_BYTES,
     UNREADABLE,
     parse_json,
     parse_toml,
+    read_file,
     read_in_run,
     user_cache,
     with_digest,
     without_digest,
+    write_file,
     write_in_run,
 )
+from esper.jit import no_garbage_collection
 from esper.runs.events import EventError
 from esper.runs.folder import CONFIG, EVENTS, GROW, TWIN, Kind, RunError, State, has_twin, kind_of, locked
 from esper.runs.index import EventIndex, Series, thinned
@@ -108,6 +114,13 @@ class Summary(msgspec.Struct, frozen=True):
     note: str
 
 
+class Kept(msgspec.Struct, frozen=True, array_like=True):
+    """A summary, and the sizes and times of the files that it was made from: as long as they are the same, so is the summary."""
+
+    stamp: tuple[int, ...]
+    summary: Summary
+
+
 class Run:
     """One run folder, read as far as its process has written."""
 
@@ -116,6 +129,7 @@ class Run:
         self.index = EventIndex(folder / EVENTS, cache=cache)
         self.twin: Run | None = None  # of a growth run, once it has one
         self.problem = ""  # why its log cannot be read; empty if it can, or if there is none yet
+        self.kept: Kept | None = None
         self._cache = cache
         self._has_twin_to_come: bool | None = None  # by its settings; None: not read yet
 
@@ -221,6 +235,35 @@ class Run:
             return 0.0
         return own if self.twin is None else max(own, self.twin.touched())
 
+    def stamp(self) -> tuple[int, ...]:
+        """Return sizes and times of the files that the summary is made from."""
+        found: list[int] = []
+        for name in (CONFIG, GROW, EVENTS, LABELS, f"{TWIN}/{EVENTS}"):
+            try:
+                status = os.lstat(f"{self.folder}/{name}")
+                found += (status.st_size, status.st_mtime_ns)
+            except OSError:
+                found += (-1, -1)
+        return tuple(found)
+
+    def brief(self, now: float | None = None) -> Summary:
+        """Return the summary, the kept one if no file has changed since it was made.
+
+        Otherwise the events are read. Unless the run is under way, they are forgotten again: there may be thousands of runs.
+        """
+        stamp, now = self.stamp(), time.time() if now is None else now
+        if self.kept is None or self.kept.stamp != stamp:
+            is_open = self.index.offset > 0
+            self.refresh()
+            self.kept = Kept(stamp, self.summary(now))
+            if not is_open and self.kept.summary.state != "running":
+                self.index, self.twin, self._has_twin_to_come = EventIndex(self.folder / EVENTS, cache=self._cache), None, None
+        summary = self.kept.summary
+        if summary.state not in ("running", "dead"):
+            return summary
+        state: State = "running" if now - summary.touched < DEAD_AFTER_S else "dead"
+        return summary if state == summary.state else msgspec.structs.replace(summary, state=state)
+
     def summary(self, now: float | None = None) -> Summary:
         """Return the run as one line of a table."""
         figure, series = self.figure()
@@ -250,13 +293,59 @@ def find_runs(root: Path | str, *, cache: Path | None = None, known: Mapping[Pat
 
     Runs that are `known`, by folder, are returned as they are, without reading their settings again.
     """
-    found = []
+    found, kept = [], kept_summaries(Path(root), cache) if cache is not None else {}
     for folder in _folders(Path(root), levels=3):
-        run = known.get(folder)
-        if run is None and (kind := kind_of(folder)) is not None:
+        run, before = known.get(folder), kept.get(os.fsdecode(folder))
+        if run is None and before is not None:
+            run = Run(folder, before.summary.kind, cache=cache)
+            # Settings decide the kind, and may have been replaced.
+            run.kept = before if run.stamp()[:2] == before.stamp[:2] else None
+        if (run is None or run.kept is None) and (kind := kind_of(folder)) is not None:
             run = Run(folder, kind, cache=cache)
         if run is not None:
             found.append(run)
+    return found
+
+
+# Summaries kept between processes
+
+_LIST_FORMAT = f"esper runs 1 {esper.__version__}".encode()
+
+
+def kept_summaries(root: Path, cache: Path) -> dict[str, Kept]:
+    """Return the summaries that `keep_summaries` has kept of the runs under a folder, by folder; none if the file is damaged."""
+    try:
+        head, _, body = read_file(_list_file(root, cache), max_bytes=MAX_JSON_BYTES).partition(b"\n")
+        if head != _LIST_FORMAT + hashlib.blake2b(body).hexdigest().encode():
+            return {}
+        return msgspec.msgpack.decode(body, type=dict[str, Kept])
+    except (OSError, ValueError, msgspec.MsgspecError):
+        return {}
+
+
+def keep_summaries(root: Path, cache: Path, runs: Iterable[Run]) -> None:
+    """Keep the summaries of the runs under a folder in the user's cache. A folder that cannot be written is no error."""
+    kept = {str(run.folder): run.kept for run in runs if run.kept is not None}
+    with contextlib.suppress(OSError, UnicodeEncodeError):
+        body = msgspec.msgpack.encode(kept)
+        write_file(_list_file(root, cache), _LIST_FORMAT + hashlib.blake2b(body).hexdigest().encode() + b"\n", body)
+
+
+def _list_file(root: Path, cache: Path) -> Path:
+    return cache / f"list-{hashlib.blake2b(os.fsencode(root.absolute()), digest_size=16).hexdigest()}"
+
+
+def list_runs(*roots: Path | str, cache: Path) -> list[Summary]:
+    """Return the summaries of all runs in some folders. Only runs that have changed since the last time are read."""
+    now = time.time()
+    found: list[Summary] = []
+    for root in map(Path, roots):
+        runs = find_runs(root, cache=cache)
+        before = [run.kept for run in runs]
+        with no_garbage_collection():
+            found += [run.brief(now) for run in runs]
+        if any(run.kept is not kept for run, kept in zip(runs, before, strict=True)):
+            keep_summaries(root, cache, runs)
     return found
 
 

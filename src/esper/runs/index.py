@@ -356,10 +356,33 @@ class _Reader(NamedTuple):
 def _reader_of(kind: str, event: dict[str, Any]) -> _Reader | None:
     """Return a reader for events with the fields of this one, whose inner numbers may be missing.
 
-    Return None if it has numbers inside lists or deeper, or shows others.
+    Return None if it has numbers inside lists or deeper, or shows others. Events with the same fields share a reader: making one takes as
+    long as reading a small log, and there may be thousands of logs.
     """
     if kind in SHOWN:
         return None
+    fields = kind, *((name, _shape_of(value)) for name, value in event.items())
+    if fields not in _readers:
+        if len(_readers) >= MAX_READERS:
+            _readers.clear()
+        _readers[fields] = _made_reader(kind, event)
+    return _readers[fields]
+
+
+MAX_READERS = 1000
+_readers: dict[tuple[Any, ...], _Reader | None] = {}  # by the kind and the fields of an event
+
+
+def _shape_of(value: Any) -> str | tuple[tuple[str, str], ...]:
+    """Return what decides how a field is read: whether it is a number, records in a list, or numbers by name."""
+    if isinstance(value, dict):
+        return tuple((key, "number" if (kind := _type_of(item)) is _NUMBER else str(kind)) for key, item in value.items())
+    if isinstance(value, list):
+        return "records" if any(isinstance(item, dict) for item in value) else "list"
+    return "number" if (kind := _type_of(value)) is _NUMBER else str(kind)
+
+
+def _made_reader(kind: str, event: dict[str, Any]) -> _Reader | None:
     fields: list[tuple[str, Any]] = []
     names, paths = [], ["step", "time"]
     for number, (name, value) in enumerate(event.items()):
@@ -396,12 +419,15 @@ def _reader_of(kind: str, event: dict[str, Any]) -> _Reader | None:
     return _Reader(kind, tuple(names), msgspec.json.Decoder(struct), attrgetter(*paths))
 
 
+_NUMBER = float | Literal["nan", "inf", "-inf"] | None
+
+
 def _type_of(value: Any) -> Any:
     """Return the type of a number in an event; None for anything else."""
     if isinstance(value, bool):
         return bool
     is_number = value is None or isinstance(value, int | float) or (isinstance(value, str) and value in _NOT_FINITE)
-    return float | Literal["nan", "inf", "-inf"] | None if is_number else None
+    return _NUMBER if is_number else None
 
 
 def _without_texts(event: dict[str, Any]) -> dict[str, Any]:
