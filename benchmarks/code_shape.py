@@ -79,7 +79,8 @@ grown = esper.grow(
 )
 sys.setprofile(None)
 assert grown.ledger.count("kept"), grown.report()
-first = min(entry.born for entry in grown.ledger.entries)
+seeds = grown.ledger.seeds if hasattr(grown.ledger, "seeds") else grown.ledger.entries  # older commits call them so
+first = min(seed.born for seed in seeds)
 names = lambda files: sorted(str(Path(file).relative_to(home)) for file in files)
 later = lambda found: found[first * len(found) // epochs :]
 typical = lambda found: min(later(found), key=lambda files: abs(len(files) - statistics.median(map(len, later(found)))))

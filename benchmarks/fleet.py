@@ -150,7 +150,7 @@ class Together:
         setting = partial(HostConfig, horizon=HORIZON, learning_rate=setup.learning_rate)
         self.fleet.reset({row: setting(seed=row) for row in range(setup.hosts)})
         self.fleet.decide({row: Planned(plan).decide(self.fleet.state(row)) for row, plan in enumerate(setup.plans)})
-        assert [len(list(host.host_growth.lifecycles.occupied())) for host in self.fleet.rows] == list(map(len, setup.plans))
+        assert [len(list(host.lifecycles.occupied())) for host in self.fleet.rows] == list(map(len, setup.plans))
 
     def turn(self) -> None:
         fleet = self.fleet

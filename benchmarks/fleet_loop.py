@@ -86,7 +86,7 @@ class Watched(GrowthEnv):
                 self.segments += 1
                 self.samples += size * len(rows)
                 self.decided_samples += size * sum(row < twinned.hosts for row in rows)
-                self.living.append(sum(len(host.host_growth.lifecycles.living()) for host in hosts) / twinned.hosts)
+                self.living.append(sum(len(host.lifecycles.living()) for host in hosts) / twinned.hosts)
             else:
                 self.given_up += twinned.alive().count(False)
         return answer

@@ -58,7 +58,7 @@ class Events:
 
     def actions(self, event: str) -> tuple[Action, ...]:
         if event.startswith("germinate"):
-            return tuple(Germinate(slot, "forced", self.blueprint) for slot in self.slots)
+            return tuple(Germinate(slot=slot, reason="forced", blueprint=self.blueprint) for slot in self.slots)
         kinds: dict[str, type[Action]] = {"blend": Advance, "prune": Prune}
         return tuple(kinds[event](slot, "forced") for slot in self.slots) if event in kinds else ()
 

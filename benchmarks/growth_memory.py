@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from esper.growth.lifecycle.ledger import Ledger
-from esper.growth.lifecycle.recovery import BestState, BestStates, Snapshots
+from esper.growth.lifecycle.snapshots import BestState, BestStates, Snapshots
 from records import RESULTS, Output, Record
 
 MB = 10**6

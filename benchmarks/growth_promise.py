@@ -66,7 +66,7 @@ def run_one(options: argparse.Namespace, kind: Kind, seed: int) -> list[Record]:
         batch_size=task.batch_size, steps_per_decision=STEPS, validation_samples=64, optimizer=optimizer, momentum=momentum, schedule="none"
     )
     fleets = [Fleet(task, task.maker(options.host), hosts=1, growth=growth, config=config)]
-    names = [(slot, option.name) for slot, some in fleets[0].rows[0].host_growth.lifecycles.options.items() for option in some]
+    names = [(slot, option.name) for slot, some in fleets[0].rows[0].lifecycles.options.items() for option in some]
     fleets.append(Fleet(task, task.maker(options.host), hosts=len(names) + 1, growth=growth, config=config))
     horizon = options.before + max(AFTER) + 1
     for fleet in fleets:
@@ -76,8 +76,8 @@ def run_one(options: argparse.Namespace, kind: Kind, seed: int) -> list[Record]:
         alone.decide({0: Decision(probe=decision == options.before - 1)})
         for fleet in fleets:
             fleet.advance()
-    promises = alone.rows[0].host_growth.promises
-    copies.decide({row: Decision((Germinate(slot, "measured", name),)) for row, (slot, name) in enumerate(names)})
+    promises = alone.rows[0].lifecycles.promises
+    copies.decide({row: Decision((Germinate(slot=slot, reason="measured", blueprint=name),)) for row, (slot, name) in enumerate(names)})
     chosen = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(seed))[: options.samples]
     samples = copies._samples(Split(task.train.inputs[chosen], task.train.targets[chosen]))
     falls: dict[int, list[float]] = {}
@@ -93,7 +93,7 @@ def run_one(options: argparse.Namespace, kind: Kind, seed: int) -> list[Record]:
             **about,
             "slot": slot,
             "blueprint": name,
-            "loss": alone.rows[0].host_growth.history.train_losses[-1],
+            "loss": alone.rows[0].lifecycles.history.train_losses[-1],
             "promise": promises[slot, name],
             "weight_factor": weight_factor(copies.places[slot], name),
             "falls": {after * STEPS: falls[after][row] for after in AFTER},

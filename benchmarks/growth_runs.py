@@ -197,7 +197,7 @@ def _scores(setting: Setting, model: nn.Module) -> Record:
 
 def seeds_of(ledger: Ledger) -> list[Record]:
     names = ("slot", "blueprint", "born", "outcome", "gain", "parameters")
-    return [{name: getattr(entry, name) for name in names} for entry in ledger.entries]
+    return [{name: getattr(entry, name) for name in names} for entry in ledger.seeds]
 
 
 class Loop:

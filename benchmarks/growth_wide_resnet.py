@@ -144,9 +144,11 @@ class Doublings:
         for slot in state.slots:
             name = slot.place.name
             if slot.stage is Stage.DORMANT and slot.place.earlier < due:
-                actions.append(Germinate(name, f"doubling {slot.place.earlier + 1} of {len(self.epochs)}", "widen_100"))
+                actions.append(
+                    Germinate(slot=name, reason=f"doubling {slot.place.earlier + 1} of {len(self.epochs)}", blueprint="widen_100")
+                )
             elif slot.stage is Stage.HOLDING and slot.contribution is not None and slot.contribution.epoch == state.epoch:
-                actions.append(Fossilize(name, slot.contribution.in_words()))
+                actions.append(Fossilize(slot=name, reason=slot.contribution.in_words()))
         return Decision(tuple(actions), "by the schedule")
 
 

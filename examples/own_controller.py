@@ -39,7 +39,9 @@ class OneAtATime:
         ]
         if state.epoch < EPOCHS // 2 and offers:
             promise, slot, blueprint = max(offers)
-            return Decision((Germinate(slot, f"it promises most: the loss would fall by {promise:.4f} per step", blueprint),))
+            return Decision(
+                (Germinate(slot=slot, reason=f"it promises most: the loss would fall by {promise:.4f} per step", blueprint=blueprint),)
+            )
         # A probe measures in the next epoch how fast each candidate would lower the loss.
         return Decision(reason="looks for candidates", probe=2 <= state.epoch < EPOCHS // 2)
 

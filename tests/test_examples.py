@@ -177,7 +177,7 @@ def test_the_notebook_tells_of_a_seed_that_is_kept_and_one_that_is_pruned() -> N
     saved = json.loads(STORY.read_text())
     notebook = copy.deepcopy(saved)
     names = execute(notebook)
-    assert sorted(entry.outcome for entry in names["grower"].ledger.entries) == ["kept", "pruned"]
+    assert sorted(entry.outcome for entry in names["grower"].ledger.seeds) == ["kept", "pruned"]
     assert "while the seeds are in the shadow: True" in printed(notebook)
     assert names["losses"][-1] < names["twin_losses"][-1]
     assert len(outputs(notebook)) == len(outputs(saved)), "the saved outputs are those of these cells"

@@ -270,7 +270,7 @@ def test_a_straight_through_seed_learns_and_leaves_its_host_unchanged(small: Tas
             loop.run_epoch()
         loops.append(loop)
     never, grown = loops
-    assert grown.grower.lifecycles.backends["blocks.0"].life.stage is Stage.TRAINING
+    assert grown.grower.lifecycles.slots["blocks.0"].stage is Stage.TRAINING
     assert growth_raise.relative_size(grown, grown.slotted.slot("blocks.0")) > 0
     mine, theirs = grown.slotted.host.state_dict(), never.slotted.host.state_dict()
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)

@@ -85,8 +85,8 @@ def train(folder: str | Path, rounds: int, *more: str) -> int:
 def living_seeds(folder: Path) -> int:
     """Count the seeds on trial in all hosts of the latest checkpoint."""
     environment = open_store(folder).load("latest").state["ppo"]["environment"]
-    backends = [backend for twinned in environment["fleets"] for host in twinned["fleet"]["rows"] for backend in host["garden"].values()]
-    return sum(backend["has_seed"] and backend["life"]["stage"] != Stage.FOSSILIZED for backend in backends)
+    backends = [backend for twinned in environment["fleets"] for host in twinned["fleet"]["rows"] for backend in host["slots"].values()]
+    return sum(backend["has_seed"] and backend["record"]["stage"] != Stage.FOSSILIZED for backend in backends)
 
 
 # Mistakes
@@ -398,7 +398,7 @@ def test_a_trained_controller_grows_a_model_in_python(eager: Path) -> None:
         controller=load_controller(eager),
         config=GrowthConfig(lifecycle=rules),
     )
-    assert grown.ledger.entries
+    assert grown.ledger.seeds
 
 
 @pytest.mark.slow

@@ -621,7 +621,20 @@ def test_the_live_view_fits_with_long_names_and_many_slots() -> None:
     started = GrowthStarted(epoch=0, epochs=9, controller="never", raise_mode="joint", slots=slots, parameters=10, flops=10)
     progress.take(EventRecord(time=0.0, run="run", rank=0, event=started))
     views = [
-        SlotView(slot, "HOLDING" if index == 39 else "DORMANT", "a_very_long_blueprint_of_ones_own", 1.0, 3, 1.0, 0.1, 0.05, 0.2, 5, 0.01)
+        SlotView(
+            slot,
+            1 if index == 39 else None,
+            "HOLDING" if index == 39 else "DORMANT",
+            "a_very_long_blueprint_of_ones_own",
+            1.0,
+            3,
+            1.0,
+            0.1,
+            0.05,
+            0.2,
+            5,
+            0.01,
+        )
         for index, slot in enumerate(slots)
     ]
     ended = EpochEnded(epoch=1, train_loss=1.0, val_loss=1.0, learning_rate=0.1, decision="x " * 100, slots=views, parameters=15, flops=12)

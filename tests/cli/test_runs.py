@@ -98,22 +98,21 @@ def test_show_tells_state_figures_beside_the_twin_and_what_to_do_next(runs: Path
 def test_show_tells_the_outcome_of_every_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = made_growth(tmp_path / "run", [1.0, 0.5], has_ended=False)
 
-    def entered(epoch: int, slot: str, stage: str, reason: str) -> StageEntered:
-        return StageEntered(epoch=epoch, slot=slot, blueprint="conv3x3", stage=stage, reason=reason)
+    def entered(epoch: int, number: int, stage: str, reason: str) -> StageEntered:
+        return StageEntered(epoch=epoch, slot="abcb"[number - 1], number=number, blueprint="conv3x3", stage=stage, reason=reason)
 
     log = EventLog.resume(folder / EVENTS, (folder / EVENTS).stat().st_size)
     events = [
-        entered(1, "a", "GERMINATED", "promising"),
-        entered(1, "b", "GERMINATED", "promising too"),
-        entered(1, "c", "GERMINATED", "why not"),
-        Measured(epoch=2, slot="a", gain=0.25, gain_low=0.2, gain_high=0.3, rent=0.05),
-        entered(3, "a", "FOSSILIZED", "it pays"),
-        entered(3, "b", "HOLDING", "it learns"),
-        entered(4, "b", "BLENDING", "does not pay"),
-        entered(5, "b", "PRUNED", "does not pay"),
-        entered(5, "b", "EMBARGOED", "for a while"),
-        RolledBack(epoch=6, to_epoch=5, reason="loss exploded", embargoed=["c"]),
-        entered(7, "b", "GERMINATED", "again"),
+        entered(1, 1, "GERMINATED", "promising"),
+        entered(1, 2, "GERMINATED", "promising too"),
+        entered(1, 3, "GERMINATED", "why not"),
+        Measured(epoch=2, slot="a", number=1, gain=0.25, gain_low=0.2, gain_high=0.3, rent=0.05),
+        entered(3, 1, "FOSSILIZED", "it pays"),
+        entered(3, 2, "HOLDING", "it learns"),
+        entered(4, 2, "BLENDING", "does not pay"),
+        entered(5, 2, "PRUNED", "does not pay"),
+        RolledBack(epoch=6, to_epoch=5, reason="loss exploded", embargoed=["c"], gone=[3]),
+        entered(7, 4, "GERMINATED", "again"),
     ]
     for time, event in enumerate(events):
         log.emit(event, time=float(time))
@@ -122,7 +121,7 @@ def test_show_tells_the_outcome_of_every_seed(tmp_path: Path, capsys: pytest.Cap
     assert seeds == [
         ("a", "kept", 3, "it pays"),
         ("b", "pruned", 5, "does not pay"),
-        ("c", "rolled back", 6, "the governor went back to epoch 5: loss exploded"),
+        ("c", "rolled back", 6, "the governor went back: loss exploded"),
         ("b", "living", None, "again"),
     ]
     assert "1 a conv3x3 1–3 kept 0.2500 0.0500" in shown(["runs", "show", "run"], capsys)
@@ -223,7 +222,7 @@ def test_query_prints_rows_and_explains_mistakes(runs: Path, capsys: pytest.Capt
     assert shown(["query", "select run, state from runs order by run"], capsys) == "run state dead dead grown finished live running"
     assert shown(["query", "select min(val_loss) as best from epoch_ended", "runs/group/grown"], capsys) == "best 0.5"
     assert shown(["query", "select * from runs where false"], capsys) == "no row"
-    assert_explains(["query", "select * from nothing"], "The tables are runs, events,", capsys)
+    assert_explains(["query", "select * from nothing"], "The tables are runs, seeds, events,", capsys)
     assert_explains(["query", "select 1", "nowhere"], "there is no such folder", capsys)
 
 

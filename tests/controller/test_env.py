@@ -231,7 +231,7 @@ def test_new_hosts_are_drawn_when_all_hosts_of_a_fleet_have_ended() -> None:
         step = env.step(policy(step))
     assert all(twinned.setting.cell != old.cell for twinned, old in zip(env.twinned_fleets, before, strict=True))
     assert [type(event) for event in told] == [RoundEnded, RoundEnded]
-    assert all(twinned.fleet.rows[0].host_growth.epoch == 0 for twinned in env.twinned_fleets)
+    assert all(twinned.fleet.rows[0].lifecycles.epoch == 0 for twinned in env.twinned_fleets)
 
 
 @pytest.mark.slow
@@ -240,7 +240,7 @@ def test_the_environment_resumes_bit_for_bit_with_seeds_on_trial() -> None:
     step, policy = env.reset(0), RandomPolicy(env)
     for _ in range(2):
         step = env.step(policy(step))
-    assert any(host.host_growth.lifecycles.living() for twinned in env.twinned_fleets for host in twinned.fleet.rows)
+    assert any(host.lifecycles.living() for twinned in env.twinned_fleets for host in twinned.fleet.rows)
     saved = env.state_dict()
     actions = [policy(step)]
     whole = [env.step(actions[0])]
@@ -360,13 +360,13 @@ def test_the_gain_of_a_kept_seed_is_measured_at_the_end() -> None:
         step = env.step(policy(step))
     for twinned in env.twinned_fleets:
         for host in twinned.fleet.rows[: twinned.hosts]:
-            for name in [name for name, backend in host.host_growth.lifecycles.backends.items() if backend.life.stage is Stage.HOLDING]:
-                host.host_growth.lifecycles.fossilize(name, "for this test")
+            for name in [name for name, backend in host.lifecycles.slots.items() if backend.stage is Stage.HOLDING]:
+                host.lifecycles.fossilize(name, "for this test")
     kept = [
         (twinned, row)
         for twinned in env.twinned_fleets
         for row in range(twinned.hosts)
-        if list(twinned.fleet.rows[row].host_growth.lifecycles.occupied())
+        if list(twinned.fleet.rows[row].lifecycles.occupied())
     ]
     assert kept
     with torch.no_grad():  # what they have learned is lost
@@ -388,7 +388,7 @@ def test_seeds_that_are_not_kept_cost_their_training() -> None:
         step = env.step({"move": move})
         total += step.reward.double()
     for number, twinned in enumerate(twinned_fleets):
-        entries = [host.host_growth.ledger.entries for host in twinned.fleet.rows[: twinned.hosts]]
+        entries = [host.lifecycles.ledger.seeds for host in twinned.fleet.rows[: twinned.hosts]]
         assert all(entry.outcome == "pruned" for some in entries for entry in some)
         share = [sum(entry.flops for entry in some) * 2 / HORIZON / twinned.fleet.discovery.host.flops for some in entries]  # two segments
         assert min(share) > 0
@@ -406,14 +406,14 @@ def test_a_host_counts_with_its_best_validation_state() -> None:
     for _ in range(HORIZON):
         step = env.step(policy(step))
     twinned_fleets = list(env.twinned_fleets)
-    best = [[min(row.host_growth.history.val_losses) for row in twinned.fleet.rows] for twinned in twinned_fleets]
+    best = [[min(row.lifecycles.history.val_losses) for row in twinned.fleet.rows] for twinned in twinned_fleets]
     with torch.no_grad():
         for twinned in twinned_fleets:
             twinned.fleet.host.rows.parameters.flat.add_(0.5)
     env.step(wait_everywhere(env))
     for twinned, expected in zip(twinned_fleets, best, strict=True):
         found = twinned.fleet.validation_losses().tolist()
-        kept_nothing = [not list(row.host_growth.lifecycles.occupied()) for row in twinned.fleet.rows]
+        kept_nothing = [not list(row.lifecycles.occupied()) for row in twinned.fleet.rows]
         assert any(kept_nothing)
         for loss, lowest, is_plain in zip(found, expected, kept_nothing, strict=True):
             assert not is_plain or loss == pytest.approx(lowest, abs=1e-4)

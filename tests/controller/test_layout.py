@@ -174,7 +174,7 @@ def test_what_is_not_possible_is_all_zero() -> None:
 def test_a_move_becomes_the_decision_it_stands_for_and_kept_seeds_are_seen_through() -> None:
     now = state(slot("free"), seed_on_trial("ripe"))
     decided = decision(now, options(now)["deep"], "why it grows")
-    assert decided.actions[0] == Germinate("free", "why it grows", "double_conv3x3")
+    assert decided.actions[0] == Germinate(slot="free", reason="why it grows", blueprint="double_conv3x3")
     assert isinstance(decided.actions[1], Fossilize)
     assert decided.reason == "why it grows"
     assert not decision(state(slot("free")), NOTHING, "").actions

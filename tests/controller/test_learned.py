@@ -102,7 +102,7 @@ def test_a_learned_controller_grows_a_model_without_refused_actions(path: Path, 
         grown = grow(make_host(), make_data(), make_data(seed=2), cross_entropy, epochs=10, controller=controller, config=settings)
         assert grown.controller == "learned"
         assert not grown.ledger.refused
-        kinds |= {entry.blueprint for entry in grown.ledger.entries}
+        kinds |= {entry.blueprint for entry in grown.ledger.seeds}
     assert len(kinds) > 1
 
 
@@ -140,9 +140,9 @@ def test_a_host_is_observed_alike_in_a_fleet_and_in_grow(path: Path, mode: Liter
                 torch.testing.assert_close(same[name], part[name], rtol=0, atol=1e-5)
     seen = dict(zip((feature.name for feature in HOST.features), one.seen[-1][0]["host"][0].tolist(), strict=True))
     assert seen["val_loss"] > 0, "the scale is known"
-    assert grown.ledger.entries
+    assert grown.ledger.seeds
     assert not grown.ledger.refused
-    assert not fleet.rows[0].host_growth.ledger.refused
+    assert not fleet.rows[0].lifecycles.ledger.refused
 
 
 @pytest.mark.slow

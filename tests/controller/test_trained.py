@@ -104,7 +104,7 @@ def test_a_trained_controller_makes_only_the_moves_that_the_settings_allow(tmp_p
     for name, config in {"any": None, "norms": GrowthConfig(blueprints=("norm",), lifecycle=rules)}.items():
         controller = load_controller(eager_file(tmp_path))
         result = esper.grow(make_host(), make_data(), make_data(seed=2), cross_entropy, epochs=6, controller=controller, config=config)
-        grown[name] = {entry.blueprint for entry in result.ledger.entries}
+        grown[name] = {entry.blueprint for entry in result.ledger.seeds}
         assert not result.ledger.refused
     assert grown["norms"] == {"norm"}
     assert grown["any"]

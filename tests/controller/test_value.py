@@ -82,7 +82,7 @@ def test_constant_plans_grow_what_their_names_say_at_their_time_and_differ() -> 
     now = state(slot("a", candidates=(wide("x"), SMALL)), epochs=20)
     done = {epoch: plan.decide(replace(now, epoch=epoch)).actions for epoch in range(8)}
     assert [epoch for epoch, actions in done.items() if actions] == [5]
-    assert done[5] == (Germinate("a", "planned: widen_100 at 0.25", "widen_100"),)
+    assert done[5] == (Germinate(slot="a", reason="planned: widen_100 at 0.25", blueprint="widen_100"),)
 
 
 def test_a_recorded_plan_probes_before_its_move_and_no_other_does() -> None:
@@ -296,5 +296,5 @@ def test_moves_in_width_and_depth_are_described_alike_in_a_fleet_and_in_grow(see
     assert len(alone.seen) == len(in_fleet.seen) == setting.horizon + 1
     for expected, found in zip(alone.seen, in_fleet.seen, strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
-    assert [entry.outcome for entry in grown.ledger.entries].count("kept") > 1
-    assert any(entry.blueprint.startswith("widen") for entry in grown.ledger.entries)
+    assert [entry.outcome for entry in grown.ledger.seeds].count("kept") > 1
+    assert any(entry.blueprint.startswith("widen") for entry in grown.ledger.seeds)

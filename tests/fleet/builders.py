@@ -113,7 +113,7 @@ def make_fleet(
 
 
 def germinate(slot: str, blueprint: str) -> Germinate:
-    return Germinate(slot, "planned", blueprint)
+    return Germinate(slot=slot, reason="planned", blueprint=blueprint)
 
 
 def decide(fleet: Fleet, row: int, *actions: Action) -> None:
@@ -126,10 +126,10 @@ def germinate_in_every_slot(fleet: Fleet, row: int, blueprints: tuple[str, str, 
 
 def advance_and_fossilize(fleet: Fleet, row: int, slot: str, *, epochs: int) -> None:
     """Let a seed blend in, train for some epochs, fossilize it, and train for one more."""
-    decide(fleet, row, Advance(slot, ""))
+    decide(fleet, row, Advance(slot=slot, reason=""))
     for _ in range(epochs):
         fleet.advance()
-    decide(fleet, row, Fossilize(slot, ""))
+    decide(fleet, row, Fossilize(slot=slot, reason=""))
     fleet.advance()
 
 
@@ -269,24 +269,24 @@ def wide_state(fleet: Fleet, row: int) -> State:
 
 def assert_row_equals(fleet: Fleet, row: int, grown: esper.Grown, *, atol: float) -> None:
     """Check that a row has the ledger, the losses and the weights of the host that was trained alone."""
-    host_growth = fleet.rows[row].host_growth
-    assert [(entry.slot, entry.blueprint, entry.outcome, [step.stage for step in entry.steps]) for entry in host_growth.ledger.entries] == [
-        (entry.slot, entry.blueprint, entry.outcome, [step.stage for step in entry.steps]) for entry in grown.ledger.entries
+    lifecycles = fleet.rows[row].lifecycles
+    assert [(entry.slot, entry.blueprint, entry.outcome, [step.stage for step in entry.stages]) for entry in lifecycles.ledger.seeds] == [
+        (entry.slot, entry.blueprint, entry.outcome, [step.stage for step in entry.stages]) for entry in grown.ledger.seeds
     ]
-    assert host_growth.ledger.refused == grown.ledger.refused
-    torch.testing.assert_close(host_growth.history.val_losses, list(grown.val_losses), atol=atol, rtol=0)
-    torch.testing.assert_close(host_growth.history.train_losses, list(grown.train_losses), atol=1e-6, rtol=0)
-    for entry, other in zip(host_growth.ledger.entries, grown.ledger.entries, strict=True):
+    assert lifecycles.ledger.refused == grown.ledger.refused
+    torch.testing.assert_close(lifecycles.history.val_losses, list(grown.val_losses), atol=atol, rtol=0)
+    torch.testing.assert_close(lifecycles.history.train_losses, list(grown.train_losses), atol=1e-6, rtol=0)
+    for entry, other in zip(lifecycles.ledger.seeds, grown.ledger.seeds, strict=True):
         if other.gain is not None:
             torch.testing.assert_close(entry.gain, other.gain, atol=atol, rtol=0)
     # The width seeds of the host that was trained alone are folded into its layers.
     state = grown.model.state_dict()
     for name, tensor in wide_state(fleet, row).items():
         torch.testing.assert_close(tensor, state[name], atol=atol, rtol=0)
-    for slot, backend in host_growth.lifecycles.occupied():
+    for slot, backend in lifecycles.occupied():
         if backend.wide:
             continue
-        seed_kind = fleet.seed_storages[slot].seed_kinds[str(backend.life.blueprint)]
+        seed_kind = fleet.seed_storages[slot].seed_kinds[str(backend.seed.blueprint)]
         flat = fleet.seed_storages[slot].tensors["weights"][row : row + 1, : seed_kind.layout.width]
         for name, weight in seed_kind.layout.unflatten(flat).items():
             suffix = "" if not backend.place.earlier else f"_{backend.place.earlier + 1}"

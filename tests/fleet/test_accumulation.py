@@ -66,13 +66,13 @@ def train_through_lifecycle(config: FleetConfig, lifecycle: LifecycleConfig) -> 
 @LIFECYCLES
 def test_accumulated_parts_equal_the_whole_batch_for_hosts_without_batch_norm(lifecycle: LifecycleConfig) -> None:
     whole, in_parts = train_through_lifecycle(WHOLE, lifecycle), train_through_lifecycle(IN_PARTS, lifecycle)
-    assert any(entry.outcome == "kept" for entry in whole.rows[0].host_growth.ledger.entries)
+    assert any(entry.outcome == "kept" for entry in whole.rows[0].lifecycles.ledger.seeds)
     for name, tensor in whole.tensors().items():
         torch.testing.assert_close(in_parts.tensors()[name], tensor, atol=1e-9, rtol=1e-9)
     for own, there in zip(whole.rows, in_parts.rows, strict=True):
-        assert there.host_growth.history.train_losses == pytest.approx(own.host_growth.history.train_losses, abs=1e-9)
-        assert there.host_growth.history.flops == own.host_growth.history.flops
-        assert [entry.outcome for entry in there.host_growth.ledger.entries] == [entry.outcome for entry in own.host_growth.ledger.entries]
+        assert there.lifecycles.history.train_losses == pytest.approx(own.lifecycles.history.train_losses, abs=1e-9)
+        assert there.lifecycles.history.flops == own.lifecycles.history.flops
+        assert [entry.outcome for entry in there.lifecycles.ledger.seeds] == [entry.outcome for entry in own.lifecycles.ledger.seeds]
     assert in_parts.samples_trained == whole.samples_trained
 
 
@@ -81,7 +81,7 @@ def test_a_row_equals_the_same_host_alone_with_accumulated_gradients() -> None:
     """Hosts have batch norms, which see the parts."""
     task, growth = small_task(), GrowthConfig(lifecycle=JOINT)
     setting = HostConfig(seed=3, growth_seed=5, horizon=5, learning_rate=0.01)
-    script = {1: [germinate("blocks.1", "conv3x3"), germinate("blocks.2", "bottleneck")], 3: [Fossilize("blocks.1", "")]}
+    script = {1: [germinate("blocks.1", "conv3x3"), germinate("blocks.2", "bottleneck")], 3: [Fossilize(slot="blocks.1", reason="")]}
     fleet = Fleet(task, make_host, hosts=2, growth=growth, config=msgspec.structs.replace(IN_PARTS, schedule="none"))
     fleet.reset({0: HostConfig(seed=1, horizon=5), 1: setting})
     controller, rows = Scripted(script), [0, 1]
@@ -108,15 +108,15 @@ def test_a_row_equals_the_same_host_alone_with_accumulated_gradients() -> None:
             grower.after_step(torch.stack(losses).mean())
         grower.after_epoch(lambda: validation_losses(slotted, task.validation.inputs, task.validation.targets))
 
-    host_growth = fleet.rows[1].host_growth
-    assert [entry.outcome for entry in host_growth.ledger.entries] == [entry.outcome for entry in grower.ledger.entries]
-    assert_fields_close(host_growth.history.train_losses, list(grower.history.train_losses))
+    lifecycles = fleet.rows[1].lifecycles
+    assert [entry.outcome for entry in lifecycles.ledger.seeds] == [entry.outcome for entry in grower.ledger.seeds]
+    assert_fields_close(lifecycles.history.train_losses, list(grower.history.train_losses))
     state = host.state_dict()
     for name, tensor in fleet.host.rows.state_dict_of(1).items():
         torch.testing.assert_close(tensor, state[name], atol=1e-9, rtol=0)
-    for slot, backend in host_growth.lifecycles.occupied():
+    for slot, backend in lifecycles.occupied():
         seed_kind, seed = (
-            fleet.seed_storages[slot].seed_kinds[str(backend.life.blueprint)],
+            fleet.seed_storages[slot].seed_kinds[str(backend.seed.blueprint)],
             dict(slotted.slots[slot].seed.named_parameters()),
         )
         flat = fleet.seed_storages[slot].tensors["weights"][1:2, : seed_kind.layout.width]

@@ -35,14 +35,14 @@ BEST = msgspec.structs.replace(CONFIG, keep="best")
 HORIZON = 12
 SCRIPTS: list[Script] = [
     {},
-    {1: [germinate("blocks.1", "conv3x3")], 5: [Fossilize("blocks.1", "")]},
-    {6: [germinate("blocks.1", "widen_100")], 10: [Fossilize("blocks.1", "")]},
+    {1: [germinate("blocks.1", "conv3x3")], 5: [Fossilize(slot="blocks.1", reason="")]},
+    {6: [germinate("blocks.1", "widen_100")], 10: [Fossilize(slot="blocks.1", reason="")]},
     {1: [germinate("blocks.1", "conv3x3")]},  # never kept
     {
         1: [germinate("blocks.0", "widen_100_chain")],
-        5: [Fossilize("blocks.0", "")],
+        5: [Fossilize(slot="blocks.0", reason="")],
         8: [germinate("blocks.0#2", "norm")],
-        11: [Fossilize("blocks.0#2", "")],
+        11: [Fossilize(slot="blocks.0#2", reason="")],
     },
 ]
 GROWTH = GrowthConfig(lifecycle=JOINT, budget=BudgetConfig(max_parameters=None, max_flops=None))
@@ -70,10 +70,10 @@ def test_the_best_state_of_a_row_is_that_of_the_host_alone() -> None:
         assert_row_equals(fleet, row, alone, atol=1e-9)
         assert losses[row].item() == pytest.approx(alone.val_loss, abs=1e-9)
         restored += alone.val_loss < alone.val_losses[-1]
-        left_out += any("taken out" in step.reason for entry in alone.ledger.entries for step in entry.steps)
+        left_out += any("taken out" in step.reason for entry in alone.ledger.seeds for step in entry.stages)
     assert restored >= 3
     assert left_out
-    assert not fleet.rows[0].host_growth.lifecycles.living()
+    assert not fleet.rows[0].lifecycles.living()
 
 
 @pytest.mark.slow
@@ -92,4 +92,4 @@ def test_a_saved_fleet_has_its_best_states() -> None:
     assert_identical(copy_rows(fleet, [0, 1]), copy_rows(resumed, [0, 1]))
     torch.testing.assert_close(fleet.validation_losses(), resumed.validation_losses(), atol=0, rtol=0)
     for host, loss in zip(fleet.rows, fleet.validation_losses().tolist(), strict=True):
-        assert loss <= host.host_growth.history.val_losses[-1]
+        assert loss <= host.lifecycles.history.val_losses[-1]

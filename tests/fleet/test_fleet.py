@@ -64,10 +64,10 @@ def test_a_host_whose_loss_is_not_finite_is_rolled_back_and_the_others_are_uncha
         for _ in range(3):
             fleet.advance()
     assert_identical(copy_rows(calm, [0, 2]), copy_rows(other, [0, 2]))
-    assert [host.host_growth.governor.rollbacks for host in other.rows] == [0, 3, 0]
+    assert [host.lifecycles.governor.rollbacks for host in other.rows] == [0, 3, 0]
     beginning = make_fleet(explodes)
     assert_identical(copy_rows(other, [1]), copy_rows(beginning, [1]))
-    assert "is nan" in other.rows[1].host_growth.ledger.rollbacks[0].reason
+    assert "is nan" in other.rows[1].lifecycles.ledger.rollbacks[0].reason
 
 
 @pytest.mark.slow
@@ -90,12 +90,12 @@ def test_a_seed_that_explodes_is_rolled_back_as_in_a_host_alone() -> None:
     scripts = [{}, {4: [germinate("blocks.2", "conv3x3")], 7: [germinate("blocks.0", "norm")]}, {}]
     settings = host_settings(3, horizon=9, learning_rate=0.001)
     fleet = train_fleet(task, settings, scripts, growth, CONFIG)
-    assert [host.host_growth.governor.rollbacks > 0 for host in fleet.rows] == [False, True, False]
-    assert fleet.rows[1].host_growth.ledger.entries[0].outcome == "rolled back"
+    assert [host.lifecycles.governor.rollbacks > 0 for host in fleet.rows] == [False, True, False]
+    assert fleet.rows[1].lifecycles.ledger.seeds[0].outcome == "rolled back"
     for row, (setting, script) in enumerate(zip(settings, scripts, strict=True)):
         grown = train_alone(task, setting, growth, CONFIG, Scripted(script))
-        assert grown.rollbacks == fleet.rows[row].host_growth.governor.rollbacks
-        assert grown.ledger.rollbacks == fleet.rows[row].host_growth.ledger.rollbacks
+        assert grown.rollbacks == fleet.rows[row].lifecycles.governor.rollbacks
+        assert grown.ledger.rollbacks == fleet.rows[row].lifecycles.ledger.rollbacks
         assert_row_equals(fleet, row, grown, atol=1e-9)
 
 
@@ -106,17 +106,17 @@ def test_a_rollback_restores_seeds_weights_moments_and_alphas() -> None:
     germinate_in_every_slot(fleet, 0)
     for _ in range(3):
         fleet.advance()
-    decide(fleet, 0, Advance("blocks.0", ""))
+    decide(fleet, 0, Advance(slot="blocks.0", reason=""))
     fleet.advance()
-    before, lifecycles = copy_rows(fleet, [0]), copy.deepcopy(fleet.rows[0].host_growth.lifecycles.state_dict())
+    before, lifecycles = copy_rows(fleet, [0]), copy.deepcopy(fleet.rows[0].lifecycles.slots_state())
     fleet.advance()  # a snapshot of a healthy epoch
     host = fleet.rows[0]
-    host.host_growth.governor.note_rollback()  # so that the one before it is asked for
+    host.lifecycles.governor.note_rollback()  # so that the one before it is asked for
     assert host.recovery.go_back(is_repeated=True) == 4
     fleet._pending.carry_out(fleet._snapshots)
     assert_identical(before, copy_rows(fleet, [0]))
-    assert host.host_growth.lifecycles.state_dict() == lifecycles
-    assert 0 < host.host_growth.lifecycles.backends["blocks.0"].alpha < 1
+    assert host.lifecycles.slots_state() == lifecycles
+    assert 0 < host.lifecycles.slots["blocks.0"].alpha < 1
 
 
 # Freezing
@@ -136,7 +136,7 @@ def test_a_finished_host_stays_bit_identical_while_others_train() -> None:
     fleet.advance()
     assert_identical(before, copy_rows(fleet, [0]))
     assert position == (fleet.data.orders[0].epoch, fleet.data.orders[0].position)
-    assert len(fleet.rows[0].host_growth.history.val_losses) == 2
+    assert len(fleet.rows[0].lifecycles.history.val_losses) == 2
     while fleet.training():
         fleet.advance()
     assert fleet.advance() == []
@@ -157,7 +157,7 @@ def test_a_reset_host_equals_one_in_a_new_fleet_and_the_others_continue() -> Non
     for row, other in ((0, new), (1, straight)):
         for name, tensor in fleet.host.tensors.items():
             torch.testing.assert_close(tensor[row], other.host.tensors[name][row], atol=1e-12, rtol=1e-12)
-    assert [backend.life.stage for backend in fleet.rows[0].host_growth.lifecycles.backends.values()] == [Stage.DORMANT] * 3
+    assert [backend.stage for backend in fleet.rows[0].lifecycles.slots.values()] == [Stage.DORMANT] * 3
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ def test_losses_of_a_row_equal_those_of_the_host_with_its_kept_seeds() -> None:
     task = small_task()
     settings = host_settings(2, horizon=4)
     growth = GrowthConfig(lifecycle=JOINT)
-    scripts = [{0: [germinate("blocks.1", "conv3x3")], 2: [Fossilize("blocks.1", "")], 3: [germinate("blocks.0", "norm")]}, {}]
+    scripts = [{0: [germinate("blocks.1", "conv3x3")], 2: [Fossilize(slot="blocks.1", reason="")], 3: [germinate("blocks.0", "norm")]}, {}]
     fleet = train_fleet(task, settings, scripts, growth, CONFIG)
     for row, (setting, script) in enumerate(zip(settings, scripts, strict=True)):
         model = train_alone(task, setting, growth, CONFIG, Scripted(script)).model.eval()
@@ -252,10 +252,10 @@ def test_a_copied_host_goes_on_as_the_host_does_and_then_apart_from_it(lifecycle
         fleet.advance()
     for name, tensor in fleet.tensors().items():  # rows of one tensor may be rounded differently
         torch.testing.assert_close(tensor[1], tensor[2], rtol=1e-9, atol=1e-9, msg=name)
-    decide(fleet, 2, Prune(SLOTS[0], "in one of them only"))
+    decide(fleet, 2, Prune(slot=SLOTS[0], reason="in one of them only"))
     while fleet.advance():
         pass
-    assert [len(fleet.rows[row].host_growth.lifecycles.living()) for row in (1, 2)] == [3, 2]
+    assert [len(fleet.rows[row].lifecycles.living()) for row in (1, 2)] == [3, 2]
     fleet.finish(range(3))
     alone = make_fleet(settings, GrowthConfig(lifecycle=lifecycle), config)
     germinate_in_every_slot(alone, 1)
@@ -289,10 +289,10 @@ def test_a_saved_fleet_goes_on_bit_for_bit_with_seeds_alive(lifecycle: Lifecycle
     fleet = make_fleet(settings, growth)
 
     def go_on(fleet: Fleet) -> None:
-        fleet.decide({1: Decision((germinate("blocks.2", "wide_conv3x3"),)), 0: Decision((Advance("blocks.0", ""),))})
+        fleet.decide({1: Decision((germinate("blocks.2", "wide_conv3x3"),)), 0: Decision((Advance(slot="blocks.0", reason=""),))})
         for _ in range(5):
             fleet.advance()
-        fleet.decide({0: Decision((Fossilize("blocks.0", ""),))})
+        fleet.decide({0: Decision((Fossilize(slot="blocks.0", reason=""),))})
         fleet.finish(range(3))
 
     germinate_in_every_slot(fleet, 0)
@@ -306,9 +306,9 @@ def test_a_saved_fleet_goes_on_bit_for_bit_with_seeds_alive(lifecycle: Lifecycle
         go_on(each)
     assert_identical(copy_rows(fleet, [0, 1, 2]), copy_rows(resumed, [0, 1, 2]))
     for own, other in zip(fleet.rows, resumed.rows, strict=True):
-        assert own.host_growth.ledger == other.host_growth.ledger
-        assert own.host_growth.history.val_losses == other.host_growth.history.val_losses
-        assert own.host_growth.history.flops == other.host_growth.history.flops
+        assert own.lifecycles.ledger == other.lifecycles.ledger
+        assert own.lifecycles.history.val_losses == other.lifecycles.history.val_losses
+        assert own.lifecycles.history.flops == other.lifecycles.history.flops
         assert own.seed_flops == other.seed_flops
     assert fleet.samples_trained == resumed.samples_trained
     assert torch.equal(fleet.losses(fleet.task.test), resumed.losses(fleet.task.test))
@@ -336,8 +336,8 @@ def test_a_state_of_another_fleet_is_refused_before_anything_changes() -> None:
 def test_one_step_in_lower_precision_agrees_with_float64(precision: str, tolerance: float, lifecycle: LifecycleConfig) -> None:
     exact, lower = step_in_two_precisions(lifecycle, precision, epochs=5, tolerance=tolerance)
     for own, there in zip(exact.rows, lower.rows, strict=True):
-        assert there.host_growth.history.train_losses[-1] == pytest.approx(own.host_growth.history.train_losses[-1], rel=tolerance)
-        assert there.host_growth.history.val_losses[-1] == pytest.approx(own.host_growth.history.val_losses[-1], rel=tolerance)
+        assert there.lifecycles.history.train_losses[-1] == pytest.approx(own.lifecycles.history.train_losses[-1], rel=tolerance)
+        assert there.lifecycles.history.val_losses[-1] == pytest.approx(own.lifecycles.history.val_losses[-1], rel=tolerance)
 
 
 # Reading
@@ -376,7 +376,7 @@ def test_the_device_is_read_once_in_a_decision(monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(Reading, "read", counted)
         fleet.advance()
     assert reads == [1]
-    assert fleet.rows[0].host_growth.lifecycles.backends["blocks.0"].life.contribution is not None
+    assert fleet.rows[0].lifecycles.slots["blocks.0"].seed.contributions
     assert fleet.state(1).slots[0].candidates[0].promise is not None
 
 
@@ -417,7 +417,11 @@ def test_hosts_of_other_kinds_equal_themselves_alone(kind: str, lifecycle: Lifec
     growth = GrowthConfig(lifecycle=lifecycle, slots=slots, governor=GovernorConfig(uninformed_loss=task.uninformed_loss))
     scripts: list[Script] = [
         {},
-        {0: [germinate(slots[0], "mlp")], 3: [Advance(slots[0], ""), germinate(slots[1], "low_rank")], 5: [Fossilize(slots[0], "")]},
+        {
+            0: [germinate(slots[0], "mlp")],
+            3: [Advance(slot=slots[0], reason=""), germinate(slots[1], "low_rank")],
+            5: [Fossilize(slot=slots[0], reason="")],
+        },
         {1: [germinate(slots[1], "norm" if kind == "text" else "mlp")]},
     ]
     settings = host_settings(3, horizon=6)
@@ -441,8 +445,8 @@ def test_slots_that_do_not_exist_are_refused() -> None:
         Fleet(small_task(), make_host, hosts=1, growth=GrowthConfig(slots=("blocks.7",)), config=CONFIG)
     fleet = make_fleet(host_settings(1))
     with pytest.raises(FleetError, match=r"no slot named 'blocks\.7'.*blocks\.0, blocks\.1, blocks\.2"):
-        decide(fleet, 0, germinate("blocks.0", "norm"), Germinate("blocks.7", "", "norm"))
-    assert not fleet.rows[0].host_growth.ledger.entries
+        decide(fleet, 0, germinate("blocks.0", "norm"), Germinate(slot="blocks.7", reason="", blueprint="norm"))
+    assert not fleet.rows[0].lifecycles.ledger.seeds
 
 
 def test_hosts_that_do_not_exist_are_refused() -> None:
@@ -460,7 +464,7 @@ def test_blueprints_that_do_not_fit_are_refused() -> None:
         Fleet(small_task(), make_host, hosts=1, growth=GrowthConfig(blueprints=("mlp",)), config=CONFIG)
     fleet = make_fleet(host_settings(1))
     decide(fleet, 0, germinate("blocks.0", "mlp"))
-    assert "'mlp' cannot grow there" in fleet.rows[0].host_growth.ledger.refused[0].reason
+    assert "'mlp' cannot grow there" in fleet.rows[0].lifecycles.ledger.refused[0].reason
 
 
 def test_a_blueprint_with_buffers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,13 +509,13 @@ def test_events_of_every_host_have_its_row() -> None:
     fleet = Fleet(small_task(), make_host, hosts=3, growth=GrowthConfig(lifecycle=JOINT), config=CONFIG, on_event=events.append)
     fleet.reset(dict(enumerate(settings)))
     decide(fleet, 1, germinate(SLOTS[0], "norm"))
-    decide(fleet, 2, germinate(SLOTS[1], "conv3x3"), Fossilize(SLOTS[2], "too soon"))
+    decide(fleet, 2, germinate(SLOTS[1], "conv3x3"), Fossilize(slot=SLOTS[2], reason="too soon"))
     while fleet.training():
         fleet.advance()
     fleet.finish(range(3))
     told = [(event.env, event.slot, event.stage) for event in events if isinstance(event, StageEntered)]
     for row, slot in ((1, SLOTS[0]), (2, SLOTS[1])):
-        stages = [step.stage.name for entry in fleet.rows[row].host_growth.ledger.entries for step in entry.steps]
+        stages = [step.stage.name for entry in fleet.rows[row].lifecycles.ledger.seeds for step in entry.stages]
         assert [stage for env, where, stage in told if env == row] == [*stages, "EMBARGOED"]  # which is of the slot
         assert {where for env, where, _ in told if env == row} == {slot}
     assert [(event.env, event.slot) for event in events if isinstance(event, ActionRefused)] == [(2, SLOTS[2])]

@@ -53,8 +53,8 @@ def test_a_fleet_on_a_gpu_equals_the_same_on_a_cpu(lifecycle: LifecycleConfig) -
     for name, tensor in fleets[0].tensors().items():
         torch.testing.assert_close(fleets[1].tensors()[name].cpu(), tensor, atol=1e-8, rtol=1e-8)
     for host, there in zip(fleets[0].rows, fleets[1].rows, strict=True):
-        assert [entry.outcome for entry in host.host_growth.ledger.entries] == [entry.outcome for entry in there.host_growth.ledger.entries]
-        assert there.host_growth.promises == pytest.approx(host.host_growth.promises, rel=1e-7)
+        assert [entry.outcome for entry in host.lifecycles.ledger.seeds] == [entry.outcome for entry in there.lifecycles.ledger.seeds]
+        assert there.lifecycles.promises == pytest.approx(host.lifecycles.promises, rel=1e-7)
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float64", 1e-9), ("float32", 1e-5), ("bfloat16", 2e-2)])

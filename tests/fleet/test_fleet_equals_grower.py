@@ -33,10 +33,10 @@ def test_a_row_stops_at_a_plateau_as_the_same_host_alone_does() -> None:
     growth = GrowthConfig(lifecycle=LifecycleConfig(holding_epochs=1, embargo_epochs=1), patience=1)
     config = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64", weight_decay=0.0)
     settings = [HostConfig(seed=1, growth_seed=1, horizon=7, learning_rate=rate) for rate in (1e-30, 1e-30, 0.003)]
-    scripts: list[Script] = [{}, {1: [germinate("blocks.0", "norm")], 3: [Prune("blocks.0", "")]}, {}]
+    scripts: list[Script] = [{}, {1: [germinate("blocks.0", "norm")], 3: [Prune(slot="blocks.0", reason="")]}, {}]
     fleet = train_fleet(task, settings, scripts, growth, config)
     grown = [train_alone(task, setting, growth, config, Scripted(script)) for setting, script in zip(settings, scripts, strict=True)]
-    assert [host.host_growth.epoch for host in fleet.rows] == [one.epochs for one in grown]
+    assert [host.lifecycles.epoch for host in fleet.rows] == [one.epochs for one in grown]
     assert [one.status for one in grown] == ["stopped early", "stopped early", "finished"], [one.epochs for one in grown]
     assert grown[0].epochs < grown[1].epochs < 7
     for row, one in enumerate(grown):
@@ -51,13 +51,13 @@ def test_a_row_equals_the_same_host_alone_through_joint_lives(optimizer: str) ->
     config = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64", optimizer=optimizer)
     scripts: list[Script] = [
         {},
-        {0: [germinate("blocks.0", "conv3x3")], 3: [Fossilize("blocks.0", "")], 4: [germinate("blocks.2", "norm")]},
+        {0: [germinate("blocks.0", "conv3x3")], 3: [Fossilize(slot="blocks.0", reason="")], 4: [germinate("blocks.2", "norm")]},
         {
             1: [germinate("blocks.1", "bottleneck"), germinate("blocks.2", "conv3x3")],
-            3: [Prune("blocks.1", "")],
-            5: [Fossilize("blocks.2", "")],
+            3: [Prune(slot="blocks.1", reason="")],
+            5: [Fossilize(slot="blocks.2", reason="")],
         },
-        {2: [germinate("blocks.0", "squeeze_excite")], 4: [Retarget("blocks.0", "", 0.5)]},
+        {2: [germinate("blocks.0", "squeeze_excite")], 4: [Retarget(slot="blocks.0", reason="", alpha=0.5)]},
     ]
     settings = [HostConfig(seed=row, growth_seed=10 + row, horizon=8, learning_rate=0.01 / (1 + row)) for row in range(len(scripts))]
     fleet = train_fleet(task, settings, scripts, growth, config)
@@ -83,23 +83,23 @@ def test_a_row_equals_the_same_host_alone_through_lives_in_the_shadow() -> None:
     config = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
     scripts: list[Script] = [
         {},
-        {0: [germinate("blocks.1", "conv3x3")], 2: [Advance("blocks.1", "")], 6: [Fossilize("blocks.1", "")]},
+        {0: [germinate("blocks.1", "conv3x3")], 2: [Advance(slot="blocks.1", reason="")], 6: [Fossilize(slot="blocks.1", reason="")]},
         {
             1: [germinate("blocks.0", "conv1x1"), germinate("blocks.2", "bottleneck")],
-            3: [Advance("blocks.2", "")],
+            3: [Advance(slot="blocks.2", reason="")],
             4: [germinate("blocks.1", "norm")],
-            6: [Prune("blocks.0", "")],
-            7: [Fossilize("blocks.2", "")],
+            6: [Prune(slot="blocks.0", reason="")],
+            7: [Fossilize(slot="blocks.2", reason="")],
         },
         {
             0: [germinate("blocks.2", "depthwise")],
-            2: [Advance("blocks.2", ""), germinate("blocks.0", "conv3x3")],
-            5: [Prune("blocks.2", "")],
+            2: [Advance(slot="blocks.2", reason=""), germinate("blocks.0", "conv3x3")],
+            5: [Prune(slot="blocks.2", reason="")],
         },
     ]
     settings = [HostConfig(seed=row, growth_seed=10 + row, horizon=9, learning_rate=0.01) for row in range(len(scripts))]
     fleet = train_fleet(task, settings, scripts, growth, config)
-    assert any(entry.outcome == "kept" for host in fleet.rows for entry in host.host_growth.ledger.entries)
+    assert any(entry.outcome == "kept" for host in fleet.rows for entry in host.lifecycles.ledger.seeds)
     for row, (setting, script) in enumerate(zip(settings, scripts, strict=True)):
         assert_row_equals(fleet, row, train_alone(task, setting, growth, config, Scripted(script)), atol=1e-9)
 
@@ -112,7 +112,7 @@ def test_every_blueprint_equals_itself_alone(blending: str) -> None:
     growth = GrowthConfig(lifecycle=LifecycleConfig(holding_epochs=1, blending=blending))
     config = FleetConfig(batch_size=BATCH, validation_batch=60, precision="float64")
     names = [blueprint.name for blueprint in blueprints_for(Place("", "conv", (6, 2, 2)))]
-    scripts: list[Script] = [{1: [germinate("blocks.1", name)], 3: [Fossilize("blocks.1", "")]} for name in names]
+    scripts: list[Script] = [{1: [germinate("blocks.1", name)], 3: [Fossilize(slot="blocks.1", reason="")]} for name in names]
     settings = [HostConfig(seed=row, growth_seed=row, horizon=4 + row % 2, learning_rate=0.01) for row in range(len(names))]
     fleet = train_fleet(task, settings, scripts, growth, config)
     for row, (setting, script) in enumerate(zip(settings, scripts, strict=True)):
@@ -128,8 +128,8 @@ def test_a_controller_sees_the_same_of_a_row_as_of_the_host_alone(raise_mode: st
     config = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
     script: Script = {
         1: [germinate("blocks.1", "conv3x3")],
-        2: [germinate("blocks.0", "norm"), Advance("blocks.1", "")],
-        4: [Fossilize("blocks.1", ""), Prune("blocks.0", "")],
+        2: [germinate("blocks.0", "norm"), Advance(slot="blocks.1", reason="")],
+        4: [Fossilize(slot="blocks.1", reason=""), Prune(slot="blocks.0", reason="")],
     }
     setting = HostConfig(seed=3, growth_seed=5, horizon=7, learning_rate=0.01, rent=RentConfig(parameters=0.2, flops=0.1))
     one, other = Scripted(script), Scripted(script)

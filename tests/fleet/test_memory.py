@@ -66,7 +66,7 @@ def test_the_estimate_of_kept_memory_is_close_to_the_measured_use(largest: str |
     fleet = make_untrained_fleet(16, growth, msgspec.structs.replace(CONFIG, steps_per_decision=1))
     fleet.reset({row: HostConfig(seed=row) for row in range(16)})
     if largest:
-        grown = Decision(tuple(Germinate(slot, "", largest) for slot in SLOTS))
+        grown = Decision(tuple(Germinate(slot=slot, reason="", blueprint=largest) for slot in SLOTS))
         fleet.decide({row: grown for row in range(16)})
     with _Peak() as peak:
         fleet.advance()

@@ -76,8 +76,8 @@ def test_one_step_in_float16_agrees_with_float64(lifecycle: LifecycleConfig) -> 
     for slot, storage in fleet.seed_storages.items():
         torch.testing.assert_close(other.seed_storages[slot].tensors["weights"].double(), storage.tensors["weights"], atol=1e-2, rtol=1e-2)
     for own, there in zip(fleet.rows, other.rows, strict=True):
-        assert there.host_growth.history.train_losses[-1] == pytest.approx(own.host_growth.history.train_losses[-1], rel=1e-2)
-        assert there.host_growth.history.val_losses[-1] == pytest.approx(own.host_growth.history.val_losses[-1], rel=1e-2)
+        assert there.lifecycles.history.train_losses[-1] == pytest.approx(own.lifecycles.history.train_losses[-1], rel=1e-2)
+        assert there.lifecycles.history.val_losses[-1] == pytest.approx(own.lifecycles.history.val_losses[-1], rel=1e-2)
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_a_host_whose_gradients_overflow_skips_its_step_and_leaves_the_others_al
     assert scales_of(other) == [START, START / 2, START]
     assert other.tensors()["host good steps"].tolist() == [1, 0, 1]
     assert other.skipped_steps.tolist() == [0, 1, 0]
-    assert other.rows[1].host_growth.governor.rollbacks == 0
+    assert other.rows[1].lifecycles.governor.rollbacks == 0
 
 
 @pytest.mark.slow
@@ -141,10 +141,10 @@ def test_seeds_in_the_shadow_of_a_host_that_skips_its_step_skip_it_too() -> None
     before = trained_tensors(fleet, [1])
     fleet.advance()
     assert scales_of(fleet) == [START, 2 * START]
-    gradients = fleet.rows[1].host_growth.lifecycles.backends["blocks.2"].life.gradients
+    gradients = fleet.rows[1].lifecycles.slots["blocks.2"].record.gradients
     assert gradients is not None
     assert gradients.skipped == 1
-    calm = fleet.rows[0].host_growth.lifecycles.backends["blocks.2"].life.gradients
+    calm = fleet.rows[0].lifecycles.slots["blocks.2"].record.gradients
     assert calm is not None
     assert calm.skipped == 0
     assert_identical(trained_tensors(fleet, [1]), before)
@@ -161,9 +161,7 @@ def test_the_loss_scale_of_a_host_does_not_affect_the_others(lifecycle: Lifecycl
         germinate_in_every_slot(fleet, 2)
         fleet.advance()
     assert_identical(copy_rows(fleets[0], [1, 2]), copy_rows(fleets[1], [1, 2]))
-    norms = [
-        [backend.life.gradients for host in fleet.rows[1:] for backend in host.host_growth.lifecycles.backends.values()] for fleet in fleets
-    ]
+    norms = [[backend.record.gradients for host in fleet.rows[1:] for backend in host.lifecycles.slots.values()] for fleet in fleets]
     assert norms[0] == norms[1]
     assert all(gradients is not None and gradients.mean_norm > 0 for gradients in norms[0])
 
@@ -213,7 +211,7 @@ def test_a_probe_sees_gradients_without_their_scale() -> None:
         fleet = make_fleet(host_settings(2), growth, msgspec.structs.replace(config, steps_per_decision=2))
         fleet.decide({1: Decision(probe=True)})
         fleet.advance()
-        promises.append(fleet.rows[1].host_growth.promises)
+        promises.append(fleet.rows[1].lifecycles.promises)
     assert promises[0]
     assert promises[1] == pytest.approx(promises[0], rel=0.2)
 
@@ -226,7 +224,7 @@ def test_loss_scales_are_restored_and_reset_with_their_host() -> None:
     with torch.no_grad():
         fleet.tensors()["host weights"][1] = float("inf")
     fleet.advance()
-    assert fleet.rows[1].host_growth.governor.rollbacks == 1
+    assert fleet.rows[1].lifecycles.governor.rollbacks == 1
     assert_identical(copy_rows(fleet, [1]), before)
     fleet.tensors()["host scale"].fill_(2.0)
     fleet.reset({1: host_settings(2)[1]})

@@ -93,7 +93,7 @@ def test_promises_equal_those_of_the_same_hosts_alone(
         assert [(SLOTS[0], "norm") in seen[epoch] for epoch in (1, 2)] == [True, False]
         for epoch in (1, 2):
             assert controllers[row].seen[epoch] == pytest.approx(seen[epoch], rel=1e-7)  # a grower's losses are in float32
-        assert fleet.rows[row].host_growth.history.flops == pytest.approx(grown.gflops * 1e9, rel=1e-12)
+        assert fleet.rows[row].lifecycles.history.flops == pytest.approx(grown.gflops * 1e9, rel=1e-12)
 
 
 # A host in which a seed is too dear.
@@ -147,10 +147,10 @@ def test_hosts_that_the_heuristic_decides_about_equal_the_same_hosts_alone(raise
                 assert controllers[row].seen[epoch][key] == pytest.approx(value, rel=1e-7)  # a grower's losses are in float32
         assert any(seen.values())
         assert_row_equals(fleet, row, grown, atol=1e-9)
-    grew = [[(entry.slot, entry.blueprint, entry.born) for entry in host.host_growth.ledger.entries] for host in fleet.rows]
+    grew = [[(entry.slot, entry.blueprint, entry.born) for entry in host.lifecycles.ledger.seeds] for host in fleet.rows]
     assert all(grew), grew
     assert len({tuple(some) for some in grew}) == len(grew)
-    assert {entry.outcome for host in fleet.rows for entry in host.host_growth.ledger.entries} == {"kept", "pruned"}
+    assert {entry.outcome for host in fleet.rows for entry in host.lifecycles.ledger.seeds} == {"kept", "pruned"}
 
 
 GROWTH = GrowthConfig(probe_steps=3, blueprints=NARROW)
@@ -185,7 +185,7 @@ def test_only_hosts_that_asked_are_probed_and_only_once() -> None:
 @pytest.mark.slow
 def test_occupied_slots_and_finished_hosts_are_not_probed() -> None:
     fleet = make_fleet(TWO, GROWTH)
-    fleet.decide({0: Decision((Germinate("blocks.1", "", "norm"),), probe=True)})
+    fleet.decide({0: Decision((Germinate(slot="blocks.1", reason="", blueprint="norm"),), probe=True)})
     fleet.advance()
     assert {slot for slot, _ in promises_in(fleet.state(0))} == {"blocks.0", "blocks.2"}
     for _ in range(3):
@@ -244,7 +244,7 @@ def test_the_flops_of_a_probe_are_counted() -> None:
     advance_asking(probed, [0])
     state = plain.state(0)
     each = sum(candidate.cost.flops for slot in state.slots for candidate in slot.candidates)
-    extra = probed.rows[0].host_growth.history.flops - plain.rows[0].host_growth.history.flops
+    extra = probed.rows[0].lifecycles.history.flops - plain.rows[0].lifecycles.history.flops
     assert extra == GROWTH.probe_steps * BATCH * 2 * each
 
 
@@ -272,5 +272,5 @@ def test_an_overflow_in_one_host_does_not_change_the_promises_of_another() -> No
     for each in (fleet, other):
         advance_asking(each, [0, 1])
     assert promises_in(fleet.state(0)) == promises_in(other.state(0))
-    assert fleet.rows[1].host_growth.governor.rollbacks == 1
+    assert fleet.rows[1].lifecycles.governor.rollbacks == 1
     assert fleet.state(1).slots[0].stage is Stage.DORMANT

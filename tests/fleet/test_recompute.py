@@ -82,7 +82,7 @@ def train_through_lifecycle(kind: str, lifecycle: LifecycleConfig, config: Fleet
         torch.default_generator.manual_seed(1)  # of dropout
         fleet.decide({0: Decision(tuple(germinate(*pair) for pair in zip(slots, blueprints, strict=True))), 2: Decision(probe=True)})
         fleet.advance()
-        assert fleet.rows[2].host_growth.promises
+        assert fleet.rows[2].lifecycles.promises
         fleet.decide({2: Decision((germinate(slots[1], blueprints[1]),))})
         fleet.advance()
         advance_and_fossilize(fleet, 0, slots[0], epochs=3)
@@ -99,8 +99,8 @@ def test_a_fleet_that_recomputes_activations_equals_one_that_keeps_them(kind: st
     for name, tensor in keeps.tensors().items():
         torch.testing.assert_close(recomputes.tensors()[name], tensor, atol=1e-12, rtol=0)
     for own, there in zip(keeps.rows, recomputes.rows, strict=True):
-        assert there.host_growth.history.val_losses == pytest.approx(own.host_growth.history.val_losses, abs=1e-12)
-        assert there.host_growth.promises == pytest.approx(own.host_growth.promises, rel=1e-9)
+        assert there.lifecycles.history.val_losses == pytest.approx(own.lifecycles.history.val_losses, abs=1e-12)
+        assert there.lifecycles.promises == pytest.approx(own.lifecycles.promises, rel=1e-9)
 
 
 @pytest.mark.slow

@@ -99,9 +99,9 @@ def assert_rows_equal_hosts_alone(
 
 def test_a_row_with_a_chain_of_wider_layers_equals_the_same_host_alone() -> None:
     fleet = assert_rows_equal_hosts_alone(
-        [{}, {0: [germinate("blocks.0", "widen_50_chain")], 2: [Fossilize("blocks.0", "")]}], JOINT, horizon=3
+        [{}, {0: [germinate("blocks.0", "widen_50_chain")], 2: [Fossilize(slot="blocks.0", reason="")]}], JOINT, horizon=3
     )
-    assert [entry.outcome for entry in fleet.rows[1].host_growth.ledger.entries] == ["kept"]
+    assert [entry.outcome for entry in fleet.rows[1].lifecycles.ledger.seeds] == ["kept"]
 
 
 def parts_of(fleet: Fleet) -> list[list[int]]:
@@ -165,34 +165,34 @@ def test_width_seeds_raised_jointly_equal_those_of_hosts_alone(optimizer: str) -
         {},
         {
             0: [germinate(one, "widen_50")],
-            2: [Fossilize(one, "")],
+            2: [Fossilize(slot=one, reason="")],
             3: [germinate(two, "widen_100")],
-            6: [Fossilize(two, "")],
+            6: [Fossilize(slot=two, reason="")],
         },
         {
             0: [germinate(one, "widen_50_chain"), germinate(two, "conv3x3")],
-            3: [Fossilize(one, ""), Prune(two, "")],
+            3: [Fossilize(slot=one, reason=""), Prune(slot=two, reason="")],
         },
         {
             1: [germinate(two, "widen_25"), germinate(one, "norm")],
-            3: [Fossilize(two, "")],
-            4: [Prune(one, "")],
+            3: [Fossilize(slot=two, reason="")],
+            4: [Prune(slot=one, reason="")],
             6: [germinate(one, "widen_50_chain")],
         },
         {
             0: [germinate(three, "widen_25"), germinate(two, "widen_50_chain")],
-            2: [Retarget(two, "", 0.5)],
-            5: [Fossilize(two, "")],
+            2: [Retarget(slot=two, reason="", alpha=0.5)],
+            5: [Fossilize(slot=two, reason="")],
         },
         {
             1: [germinate(two, "bottleneck")],
-            3: [Fossilize(two, "")],
+            3: [Fossilize(slot=two, reason="")],
             4: [germinate(one, "widen_50")],
-            6: [Fossilize(one, "")],
+            6: [Fossilize(slot=one, reason="")],
         },
     ]
     fleet = assert_rows_equal_hosts_alone(scripts, JOINT, config=msgspec.structs.replace(CONFIG, optimizer=optimizer))
-    outcomes = [entry.outcome for host in fleet.rows for entry in host.host_growth.ledger.entries if entry.blueprint.startswith("widen")]
+    outcomes = [entry.outcome for host in fleet.rows for entry in host.lifecycles.ledger.seeds if entry.blueprint.startswith("widen")]
     assert outcomes.count("kept") == 6, outcomes
     assert "pruned" in outcomes
 
@@ -206,31 +206,31 @@ def test_width_seeds_raised_in_the_shadow_equal_those_of_hosts_alone() -> None:
         {},
         {
             0: [germinate(one, "widen_50")],
-            2: [Advance(one, "")],
+            2: [Advance(slot=one, reason="")],
             3: [germinate(two, "widen_50_chain")],
-            6: [Fossilize(one, "")],
-            7: [Advance(two, "")],
+            6: [Fossilize(slot=one, reason="")],
+            7: [Advance(slot=two, reason="")],
         },
         {
             0: [germinate(two, "widen_100")],
-            2: [Advance(two, ""), germinate(one, "conv3x3")],
-            4: [Advance(one, "")],
-            6: [Fossilize(two, "")],
+            2: [Advance(slot=two, reason=""), germinate(one, "conv3x3")],
+            4: [Advance(slot=one, reason="")],
+            6: [Fossilize(slot=two, reason="")],
         },
         {
             0: [germinate(one, "norm"), germinate(two, "widen_25")],
-            2: [Advance(one, "")],
-            4: [Prune(two, "")],
-            6: [Fossilize(one, "")],
+            2: [Advance(slot=one, reason="")],
+            4: [Prune(slot=two, reason="")],
+            6: [Fossilize(slot=one, reason="")],
         },
         {
             0: [germinate(one, "widen_50_chain")],
-            2: [Advance(one, ""), germinate(three, "bottleneck")],
-            5: [Advance(three, "")],
+            2: [Advance(slot=one, reason=""), germinate(three, "bottleneck")],
+            5: [Advance(slot=three, reason="")],
         },
     ]
     fleet = assert_rows_equal_hosts_alone(scripts, lifecycle, horizon=9)
-    outcomes = [entry.outcome for host in fleet.rows for entry in host.host_growth.ledger.entries if entry.blueprint.startswith("widen")]
+    outcomes = [entry.outcome for host in fleet.rows for entry in host.lifecycles.ledger.seeds if entry.blueprint.startswith("widen")]
     assert "kept" in outcomes
     assert "pruned" in outcomes
 
@@ -240,14 +240,22 @@ def test_width_seeds_raised_in_the_shadow_equal_those_of_hosts_alone() -> None:
 def test_units_of_a_module_without_a_lowering_equal_those_of_hosts_alone(lifecycle: LifecycleConfig) -> None:
     scripts: list[Script] = [
         {},
-        {0: [germinate("first", "widen_50")], 3: [Advance("first", "")], 5: [Fossilize("first", "")]},
-        {1: [germinate("first", "widen_50_chain"), germinate("slope", "low_rank")], 3: [Advance("first", "")], 6: [Fossilize("first", "")]},
-        {0: [germinate("norm", "widen_100")], 2: [Advance("norm", ""), germinate("slope", "widen_100")], 6: [Fossilize("norm", "")]},
+        {0: [germinate("first", "widen_50")], 3: [Advance(slot="first", reason="")], 5: [Fossilize(slot="first", reason="")]},
+        {
+            1: [germinate("first", "widen_50_chain"), germinate("slope", "low_rank")],
+            3: [Advance(slot="first", reason="")],
+            6: [Fossilize(slot="first", reason="")],
+        },
+        {
+            0: [germinate("norm", "widen_100")],
+            2: [Advance(slot="norm", reason=""), germinate("slope", "widen_100")],
+            6: [Fossilize(slot="norm", reason="")],
+        },
     ]
     # By SGD: Adam enlarges the rounding of weights that have hardly any gradient, as those of the pixels at the border.
     config = msgspec.structs.replace(CONFIG, optimizer="sgd")
     fleet = assert_rows_equal_hosts_alone(scripts, lifecycle, make_host=make_mlp, slots=("first", "norm", "slope"), config=config)
-    assert any(entry.outcome == "kept" for host in fleet.rows for entry in host.host_growth.ledger.entries)
+    assert any(entry.outcome == "kept" for host in fleet.rows for entry in host.lifecycles.ledger.seeds)
 
 
 @pytest.mark.slow
@@ -257,10 +265,10 @@ def test_hidden_units_of_a_transformer_equal_those_of_hosts_alone(lifecycle: Lif
         {},
         {
             0: [germinate("blocks.0", "widen_25")],
-            3: [Advance("blocks.0", ""), germinate("blocks.1", "mlp")],
-            5: [Fossilize("blocks.0", "")],
+            3: [Advance(slot="blocks.0", reason=""), germinate("blocks.1", "mlp")],
+            5: [Fossilize(slot="blocks.0", reason="")],
         },
-        {1: [germinate("blocks.1", "widen_50"), germinate("blocks.0", "low_rank")], 4: [Prune("blocks.1", "")]},
+        {1: [germinate("blocks.1", "widen_50"), germinate("blocks.0", "low_rank")], 4: [Prune(slot="blocks.1", reason="")]},
     ]
     assert_rows_equal_hosts_alone(scripts, lifecycle, make_host=make_gpt_host, slots=("blocks.0", "blocks.1"))
 
@@ -271,8 +279,8 @@ def test_hosts_of_other_families_equal_those_alone(name: str, first: str, second
     in_depth = "conv1x1" if name.startswith("residual") else "mlp"
     scripts: list[Script] = [
         {},
-        {0: [germinate(first, "widen_50")], 3: [Fossilize(first, "")], 4: [germinate(second, in_depth)]},
-        {1: [germinate(first, in_depth)], 2: [germinate(second, in_depth)], 5: [Prune(first, "")]},
+        {0: [germinate(first, "widen_50")], 3: [Fossilize(slot=first, reason="")], 4: [germinate(second, in_depth)]},
+        {1: [germinate(first, in_depth)], 2: [germinate(second, in_depth)], 5: [Prune(slot=first, reason="")]},
     ]
     assert_rows_equal_hosts_alone(
         scripts, JOINT, make_host=lambda seed: build_seeded(seed, lambda: family_host(name, torch.zeros(2, 1, 8, 8), 10))
@@ -287,32 +295,32 @@ def test_slots_open_again_behind_kept_seeds_as_in_hosts_alone(lifecycle: Lifecyc
         {},
         {
             0: [germinate("blocks.1", "conv3x3")],
-            2: [Advance("blocks.1", "")],
-            4: [Fossilize("blocks.1", "")],
+            2: [Advance(slot="blocks.1", reason="")],
+            4: [Fossilize(slot="blocks.1", reason="")],
             5: [germinate("blocks.1#2", "norm"), germinate("blocks.0", "conv1x1")],
-            7: [Advance("blocks.1#2", "")],
-            9: [Fossilize("blocks.1#2", "")],
+            7: [Advance(slot="blocks.1#2", reason="")],
+            9: [Fossilize(slot="blocks.1#2", reason="")],
             10: [germinate("blocks.1#3", "conv1x1")],
         },
         {
             0: [germinate("blocks.0", "widen_50")],
-            2: [Advance("blocks.0", "")],
-            4: [Fossilize("blocks.0", "")],
+            2: [Advance(slot="blocks.0", reason="")],
+            4: [Fossilize(slot="blocks.0", reason="")],
             5: [germinate("blocks.0#2", "widen_50_chain")],
-            7: [Advance("blocks.0#2", "")],
-            9: [Fossilize("blocks.0#2", "")],
+            7: [Advance(slot="blocks.0#2", reason="")],
+            9: [Fossilize(slot="blocks.0#2", reason="")],
             10: [germinate("blocks.0#3", "conv3x3")],
         },
         {
             0: [germinate("blocks.0", "bottleneck")],
-            2: [Advance("blocks.0", "")],
-            4: [Fossilize("blocks.0", "")],
+            2: [Advance(slot="blocks.0", reason="")],
+            4: [Fossilize(slot="blocks.0", reason="")],
             5: [germinate("blocks.0#2", "widen_25")],
-            8: [Prune("blocks.0#2", "")],
+            8: [Prune(slot="blocks.0#2", reason="")],
         },
     ]
     fleet = assert_rows_equal_hosts_alone(scripts, lifecycle, horizon=12, train=100)
-    kept = [[entry.slot for entry in host.host_growth.ledger.entries if entry.outcome == "kept"] for host in fleet.rows]
+    kept = [[entry.slot for entry in host.lifecycles.ledger.seeds if entry.outcome == "kept"] for host in fleet.rows]
     assert kept[1:] == [["blocks.1", "blocks.1#2"], ["blocks.0", "blocks.0#2"], ["blocks.0"]]
 
 
@@ -332,7 +340,7 @@ def test_a_controller_sees_the_same_promises_and_contributions_as_of_the_host_al
     task, config = small_task(), msgspec.structs.replace(CONFIG, optimizer=optimizer)
     growth = GrowthConfig(lifecycle=JOINT, blueprints=PROBED, budget=BUDGET, probe_steps=2)
     scripts: list[Script] = [
-        {1: [germinate("blocks.0", "widen_50")], 3: [Fossilize("blocks.0", "")], 4: [germinate("blocks.1", "widen_25")]},
+        {1: [germinate("blocks.0", "widen_50")], 3: [Fossilize(slot="blocks.0", reason="")], 4: [germinate("blocks.1", "widen_25")]},
         {0: [germinate("blocks.1", "widen_100")], 3: [germinate("blocks.0", "conv3x3")]},
     ]
     settings = host_settings(2, horizon=6)
@@ -359,7 +367,11 @@ def test_a_controller_sees_the_same_promises_and_contributions_as_of_the_host_al
 def test_seeds_in_the_shadow_learn_the_same_beside_a_probe_as_in_a_host_alone() -> None:
     """A portion of the probe with width candidates ends while a seed learns in the second pass."""
     task, growth = small_task(), GrowthConfig(lifecycle=SHADOW, blueprints=PROBED, budget=BUDGET, probe_steps=2)
-    script: Script = {0: [germinate("blocks.1", "conv3x3")], 3: [Advance("blocks.1", "")], 6: [Fossilize("blocks.1", "")]}
+    script: Script = {
+        0: [germinate("blocks.1", "conv3x3")],
+        3: [Advance(slot="blocks.1", reason="")],
+        6: [Fossilize(slot="blocks.1", reason="")],
+    }
     (setting,) = host_settings(1, horizon=8)
     fleet, controller = make_fleet([setting], growth, task=task), Curious(script)
     rows = [0]
@@ -378,7 +390,7 @@ def test_a_width_seed_that_explodes_is_rolled_back_as_in_a_host_alone() -> None:
     scripts: list[Script] = [{}, {4: [germinate("blocks.2", "widen_100")]}]
     settings = host_settings(2, horizon=8, learning_rate=0.001)
     fleet = train_fleet(task, settings, scripts, growth, CONFIG)
-    assert [entry.outcome for entry in fleet.rows[1].host_growth.ledger.entries] == ["rolled back"]
+    assert [entry.outcome for entry in fleet.rows[1].lifecycles.ledger.seeds] == ["rolled back"]
     for row, (setting, script) in enumerate(zip(settings, scripts, strict=True)):
         assert_row_equals(fleet, row, train_alone(task, setting, growth, CONFIG, Scripted(script)), atol=1e-9)
 
@@ -389,7 +401,7 @@ def grow_beyond_the_first_room(fleet: Fleet) -> None:
     for _ in range(5):
         fleet.advance()
         is_held = fleet.state(0).slots[0].stage is Stage.HOLDING
-        decide(fleet, 0, Fossilize("blocks.0", "") if is_held else Advance("blocks.0", ""))
+        decide(fleet, 0, Fossilize(slot="blocks.0", reason="") if is_held else Advance(slot="blocks.0", reason=""))
     room = max(kind.layout.width for kind in fleet.seed_storages["blocks.1"].seed_kinds.values())
     decide(fleet, 0, germinate("blocks.1", "widen_1500_chain"), germinate("blocks.0#2", "conv1x1"))
     assert fleet.seed_storages["blocks.1"].tensors["weights"].shape[1] > room
@@ -408,13 +420,13 @@ def test_a_saved_fleet_with_width_seeds_goes_on_bit_for_bit(lifecycle: Lifecycle
     for each in (fleet, resumed):
         for _ in range(3):
             each.advance()
-        decide(each, 0, Advance("blocks.1", ""))
+        decide(each, 0, Advance(slot="blocks.1", reason=""))
         each.advance()
         each.finish([0, 1])
     assert_identical(copy_rows(fleet, [0, 1]), copy_rows(resumed, [0, 1]))
     for own, other in zip(fleet.rows, resumed.rows, strict=True):
-        assert own.host_growth.ledger == other.host_growth.ledger
-        assert own.host_growth.history.val_losses == other.host_growth.history.val_losses
+        assert own.lifecycles.ledger == other.lifecycles.ledger
+        assert own.lifecycles.history.val_losses == other.lifecycles.history.val_losses
 
 
 @pytest.mark.slow
@@ -424,7 +436,7 @@ def test_a_rollback_restores_width_seeds_although_rows_have_become_wider_since()
     fleet.advance()
     fleet.advance()
     host, widths = fleet.rows[1], {name: tensor.shape[-1] for name, tensor in fleet.tensors().items()}
-    before, lifecycles = copy_rows(fleet, [1]), copy.deepcopy(host.host_growth.lifecycles.state_dict())
+    before, lifecycles = copy_rows(fleet, [1]), copy.deepcopy(host.lifecycles.slots_state())
     host.is_given_up = True  # it does not train any more, so its snapshot stays the newest
     grow_beyond_the_first_room(fleet)
     assert any(tensor.shape[-1] > widths.get(name, math.inf) for name, tensor in fleet.tensors().items())
@@ -435,7 +447,7 @@ def test_a_rollback_restores_width_seeds_although_rows_have_become_wider_since()
     fleet._pending.carry_out(fleet._snapshots)
     after = copy_rows(fleet, [1])
     assert_identical(before, {name: after[name][..., : tensor.shape[-1]] for name, tensor in before.items()})
-    assert host.host_growth.lifecycles.state_dict() == lifecycles
+    assert host.lifecycles.slots_state() == lifecycles
 
 
 @pytest.mark.slow

@@ -174,7 +174,7 @@ def test_the_result_of_grow_is_analysed_and_kept_in_its_run(tmp_path: Path) -> N
     plan = Planned([(1, "after.0", "mlp"), (1, "second.1", "norm")])
     host, data = make_host(), make_data(6)
     grown = esper.grow(host, data, data[:3], cross_entropy, epochs=8, controller=plan, run=tmp_path / "run", progress=False)
-    kept = [entry.slot for entry in grown.ledger.entries if entry.outcome == "kept"]
+    kept = [entry.slot for entry in grown.ledger.seeds if entry.outcome == "kept"]
     assert kept
     found = esper.analyse(grown, data[:3], cross_entropy, run=tmp_path / "run", epoch=8)
     assert {seed.name for seed in found.seeds} == set(kept)

@@ -35,7 +35,7 @@ from tests.growth.builders import (
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-BOTH = {0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")]}
+BOTH = {0: [Germinate(slot="first", reason="test", blueprint="mlp"), Germinate(slot="second", reason="test", blueprint="low_rank")]}
 
 
 def on_gpu(data: Data) -> Data:
@@ -57,7 +57,12 @@ def test_a_seed_in_the_shadow_leaves_the_host_bit_identical_on_the_gpu(replayed:
     optimizer = adamw(plain)
     torch.manual_seed(5)
     expected = plain_losses(plain, optimizer, on_gpu(make_data()), epochs=4)
-    loop = gpu_loop(Script({**BOTH, 2: [Prune("first", "test")], 3: [Germinate("first", "test", "mlp")]}, probes=[0, 2]), QUICK_SHADOW)
+    loop = gpu_loop(
+        Script(
+            {**BOTH, 2: [Prune(slot="first", reason="test")], 3: [Germinate(slot="first", reason="test", blueprint="mlp")]}, probes=[0, 2]
+        ),
+        QUICK_SHADOW,
+    )
     loop.grower._shadow._can_replay = replayed
     torch.manual_seed(5)
     loop.epoch(epochs=4)
@@ -68,7 +73,7 @@ def test_a_seed_in_the_shadow_leaves_the_host_bit_identical_on_the_gpu(replayed:
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
 def test_half_precision_with_a_loss_scale_grows(lifecycle: LifecycleConfig) -> None:
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40, growth_interval=4)  # it overflows at first
-    loop = gpu_loop(Script({**BOTH, 1: [Advance(slot, "test") for slot in SLOTS]}, probes=[0, 1]), lifecycle, scaler=scaler)
+    loop = gpu_loop(Script({**BOTH, 1: [Advance(slot=slot, reason="test") for slot in SLOTS]}, probes=[0, 1]), lifecycle, scaler=scaler)
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cuda", torch.float16):
@@ -88,9 +93,9 @@ def test_half_precision_with_a_loss_scale_grows(lifecycle: LifecycleConfig) -> N
     assert scaler.get_scale() < 2.0**40
     first = next(event for event in loop.events if event.kind == "epoch_ended")
     assert all(slot.health is not None and slot.health < 1 for slot in first.slots)
-    for backend in loop.grower.lifecycles.backends.values():
-        assert backend.life.gradients.skipped <= 2
-        assert backend.life.gradients.health > 0.4
+    for backend in loop.grower.lifecycles.slots.values():
+        assert backend.record.gradients.skipped <= 2
+        assert backend.record.gradients.health > 0.4
         assert all(torch.isfinite(parameter).all() for parameter in backend.slot.seed.parameters())
 
 
@@ -118,7 +123,7 @@ def test_a_step_with_a_loss_scale_never_waits_for_the_gpu(is_fused: bool) -> Non
             scaler.update()
             optimizer.zero_grad()
             grower.after_step(loss)
-    backend = grower.lifecycles.backends["first"]
+    backend = grower.lifecycles.slots["first"]
     assert all(torch.isfinite(parameter).all() for parameter in backend.slot.seed.parameters())
     assert backend.learner.report().steps > 8
     assert not is_fused or scaler.get_scale() < 2.0**40
@@ -135,7 +140,7 @@ def test_a_seed_whose_gradient_overflows_on_the_gpu_keeps_its_weights_and_moment
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
     grower = Grower(slotted, optimizer, scaler=scaler, controller=Script(BOTH), config=config())
     grower.begin()
-    learner = grower.lifecycles.backends["first"].learner
+    learner = grower.lifecycles.slots["first"].learner
 
     def state() -> list[Tensor]:
         moments = [value for one in learner.parameters for key, value in learner.optimizer.state.get(one, {}).items() if key != "step"]
@@ -172,7 +177,7 @@ def test_a_disaster_on_the_gpu_is_found_at_the_end_of_the_epoch_and_undone() -> 
 
 
 def test_a_grower_on_the_gpu_goes_on_from_its_state_in_the_middle_of_an_epoch() -> None:
-    script = {**BOTH, 3: [Fossilize("first", "test"), Prune("second", "test")]}
+    script = {**BOTH, 3: [Fossilize(slot="first", reason="test"), Prune(slot="second", reason="test")]}
     whole = gpu_loop(Script(script, probes=[0, 1]))
     torch.manual_seed(8)
     whole.epoch(epochs=4)
@@ -249,7 +254,7 @@ def test_grow_with_half_precision_accumulation_clipping_and_a_schedule_by_steps_
         config=config(lifecycle, slots=SLOTS),
     )
     assert seen == {(torch.float16, "cuda")}
-    assert [entry.outcome for entry in grown.ledger.entries] == ["kept"]
+    assert [entry.outcome for entry in grown.ledger.seeds] == ["kept"]
     assert grown.val_losses[-1] < grown.val_losses[0]
 
 

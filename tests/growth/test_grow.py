@@ -91,7 +91,7 @@ def plan() -> Planned:
 def test_kept_seeds_are_in_the_model_the_ledger_and_the_report() -> None:
     data = make_data(6)
     grown = grow(make_host(), data, data, cross_entropy, epochs=14, controller=plan(), config=config(**NAMED))
-    (entry,) = grown.ledger.entries
+    (entry,) = grown.ledger.seeds
     assert entry.outcome == "kept"
     assert grown.report().startswith("kept 1 of 1 seed · validation loss ")
     real = sum(parameter.numel() for parameter in grown.model.parameters())
@@ -104,12 +104,12 @@ def test_kept_seeds_are_in_the_model_the_ledger_and_the_report() -> None:
 @pytest.mark.slow
 def test_a_run_that_keeps_no_seed_returns_a_result() -> None:
     """The validation data are noise, so no seed does them any good, and everything is taken out in the end."""
-    script = Script({1: [Germinate("first", "test", "mlp")]})
+    script = Script({1: [Germinate(slot="first", reason="test", blueprint="mlp")]})
     grown = grow(make_host(), make_data(), make_data(2, seed=5), cross_entropy, epochs=5, controller=script, config=config(**NAMED))
     assert grown.status == "finished"
     assert grown.report().startswith("nothing was worth keeping (1 seed tried) · ")
-    assert [entry.outcome for entry in grown.ledger.entries] == ["pruned"]
-    assert "has not earned its place" in grown.ledger.entries[0].steps[-1].reason
+    assert [entry.outcome for entry in grown.ledger.seeds] == ["pruned"]
+    assert "has not earned its place" in grown.ledger.seeds[0].stages[-1].reason
     assert grown.added.parameters == 0
     assert list(grown.model.state_dict()) == list(make_host().state_dict())
     alone = make_host()
@@ -137,7 +137,7 @@ def test_a_seed_on_trial_delays_the_early_stop() -> None:
 
 
 def plan_at(epoch: int) -> Script:
-    return Script({epoch: [Germinate("first", "test", "mlp")]})
+    return Script({epoch: [Germinate(slot="first", reason="test", blueprint="mlp")]})
 
 
 class Answers(nn.Module):
@@ -159,10 +159,10 @@ def test_step_loss_takes_any_batch_and_output_and_slots_are_still_found() -> Non
         batches,
         step_loss=lambda model, batch: cross_entropy(model(inputs=batch["image"], scale=0.5)["logits"], batch["label"]),
         epochs=2,
-        controller=Script({0: [Germinate("host.first", "test", "mlp")]}),
+        controller=Script({0: [Germinate(slot="host.first", reason="test", blueprint="mlp")]}),
         config=config(slots=("host.first",)),
     )
-    assert len(grown.ledger.entries) == 1
+    assert len(grown.ledger.seeds) == 1
 
 
 class Caching(nn.Module):
@@ -235,7 +235,7 @@ def test_a_diverging_seed_causes_a_rollback_and_the_run_finishes() -> None:
     assert grown.epochs == 8
     assert math.isfinite(grown.val_loss)
     assert all(torch.isfinite(parameter).all() for parameter in grown.model.parameters())
-    assert grown.ledger.entries[0].outcome == "rolled back"
+    assert grown.ledger.seeds[0].outcome == "rolled back"
 
 
 def test_a_rollback_within_an_epoch_keeps_the_schedule_of_that_epoch() -> None:
@@ -265,9 +265,9 @@ def test_the_flops_of_a_run_are_three_forward_passes_for_a_training_step_and_one
     never = grow(make_host(), data, val, cross_entropy, epochs=3, controller="never", config=config(**NAMED))
     samples = 3 * (3 * 32 + 16)
     assert never.gflops * 1e9 == pytest.approx(samples * never.host.flops)
-    script = Script({0: [Germinate("first", "test", "mlp")]})
+    script = Script({0: [Germinate(slot="first", reason="test", blueprint="mlp")]})
     grown = grow(make_host(), data, val, cross_entropy, epochs=3, controller=script, config=config(**NAMED))
-    seed = grown.ledger.entries[0].flops
+    seed = grown.ledger.seeds[0].flops
     # Three evaluations with everything on, three with the seed off, and one that checks the replay.
     assert grown.gflops * 1e9 == pytest.approx((3 * 3 * 32 + 7 * 16) * (grown.host.flops + seed))
 
@@ -314,13 +314,13 @@ def test_one_validation_batch_is_noted_and_its_interval_is_infinite_everywhere(b
     val = rounds if batches == 2 else [(torch.cat([x for x, _ in rounds]), torch.cat([y for _, y in rounds]))]
 
     def run(epochs: int, *, resume: bool = False):
-        controller = Script({1: [Germinate("first", "test", "mlp")]})
+        controller = Script({1: [Germinate(slot="first", reason="test", blueprint="mlp")]})
         options = {"controller": controller, "config": config(**NAMED), "run": tmp_path / "run", "resume": resume}
         return grow(make_host(), data, val, cross_entropy, epochs=epochs, **options)
 
     run(4)
     grown = run(5, resume=True)
-    (entry,) = grown.ledger.entries
+    (entry,) = grown.ledger.seeds
     assert (entry.gain_low == -math.inf and entry.gain_high == math.inf) == is_noted
     assert math.isfinite(entry.gain)
     assert "nan" not in grown.ledger.table()
@@ -360,7 +360,7 @@ def test_ctrl_c_returns_a_model_with_the_fossilized_seeds(batch: int) -> None:
     loader = Interrupted(data, epoch=12, batch=batch)
     grown = grow(make_host(), loader, data, cross_entropy, epochs=14, controller=plan(), config=config(**NAMED))
     assert (grown.status, grown.epochs) == ("stopped", 11)
-    assert [entry.outcome for entry in grown.ledger.entries] == ["kept"]
+    assert [entry.outcome for entry in grown.ledger.seeds] == ["kept"]
     assert set(make_host().state_dict()) < set(grown.model.state_dict())
     assert math.isfinite(grown.val_loss)
 
@@ -536,7 +536,7 @@ def test_seeds_grow_and_validation_runs_in_half_precision(precision: str) -> Non
     data = make_data(6)
     grown = grow(make_host(), data, data, loss, epochs=10, controller=plan(), config=config(**NAMED), precision=precision)
     assert seen == {True: {getattr(torch, precision)}, False: {getattr(torch, precision)}}
-    assert [entry.outcome for entry in grown.ledger.entries] == ["kept"]
+    assert [entry.outcome for entry in grown.ledger.seeds] == ["kept"]
     assert grown.val_losses[-1] < grown.val_losses[0]
     assert {parameter.dtype for parameter in grown.model.parameters()} == {torch.float32}
 
@@ -550,7 +550,7 @@ def test_an_epoch_in_which_every_step_overflows_is_counted_without_a_warning(tmp
         is_first_epoch = len(script.states) < 2
         return cross_entropy(outputs, targets) * (1e35 if torch.is_grad_enabled() and is_first_epoch else 1.0)
 
-    script = Script({0: [Germinate("first", "test", "mlp")]})
+    script = Script({0: [Germinate(slot="first", reason="test", blueprint="mlp")]})
     options = {"controller": script, "config": config(**NAMED), "precision": "float16", "run": tmp_path / "run"}
     grown = grow(make_host(), make_data(2), make_data(2), loss, epochs=2, **options)
     assert grown.epochs == 2
@@ -606,7 +606,7 @@ def test_two_half_batches_per_step_equal_whole_batches(raise_mode: str, monkeypa
     monkeypatch.setattr(Shadow, "recording", lambda shadow: nullcontext())  # one forward pass is recorded, several are computed again
     data = make_data(6, dtype=torch.float64)
     whole, halves = exact(raise_mode, data), exact(raise_mode, in_halves(data), accumulate=2)
-    assert [entry.outcome for entry in whole.ledger.entries] == [entry.outcome for entry in halves.ledger.entries] == ["kept"]
+    assert [entry.outcome for entry in whole.ledger.seeds] == [entry.outcome for entry in halves.ledger.seeds] == ["kept"]
     assert halves.train_losses == pytest.approx(whole.train_losses, rel=1e-6)  # told in float32
     assert halves.val_losses == pytest.approx(whole.val_losses, rel=1e-10)
     for name, tensor in whole.model.state_dict().items():
@@ -731,7 +731,7 @@ def loaded(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.slow
 def test_a_run_writes_the_model_and_the_report_and_its_folder_can_be_loaded(tmp_path: Path) -> None:
     grown = kept_run(tmp_path / "run")
-    assert [entry.outcome for entry in grown.ledger.entries] == ["kept"]
+    assert [entry.outcome for entry in grown.ledger.seeds] == ["kept"]
     assert_same(loaded(tmp_path / "run"), dict(grown.model.state_dict()))
     assert_same(loaded(str(tmp_path / "run")), loaded(tmp_path / "run" / "model.safetensors"))
     page = (tmp_path / "run" / "report.html").read_text()

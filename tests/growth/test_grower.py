@@ -32,7 +32,7 @@ from tests.growth.builders import (
     snapshot,
 )
 
-GROW = {0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")]}
+GROW = {0: [Germinate(slot="first", reason="test", blueprint="mlp"), Germinate(slot="second", reason="test", blueprint="low_rank")]}
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw])
@@ -86,14 +86,14 @@ def test_a_seed_follows_the_hosts_schedule_and_changes_neither_it_nor_the_optimi
     keys = len(optimizer.state_dict()["param_groups"][0]["params"]), len(optimizer.state_dict()["param_groups"][1]["params"])
     for epoch in range(3):
         loop.epoch()
-        rates = [loop.grower.lifecycles.backends[name].learner.optimizer.param_groups[0]["lr"] for name in SLOTS]
+        rates = [loop.grower.lifecycles.slots[name].learner.optimizer.param_groups[0]["lr"] for name in SLOTS]
         assert rates == pytest.approx([3 * 0.02 * 0.5**epoch, 3 * 0.01 * 0.1**epoch])
         schedule.step()
     assert [len(group["params"]) for group in optimizer.param_groups] == list(keys)
     optimizer.load_state_dict(optimizer.state_dict())  # its groups are other objects afterwards
     optimizer.param_groups[0]["lr"] = 0.5
     loop.epoch()
-    assert loop.grower.lifecycles.backends["first"].learner.optimizer.param_groups[0]["lr"] == 1.5
+    assert loop.grower.lifecycles.slots["first"].learner.optimizer.param_groups[0]["lr"] == 1.5
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_a_seed_that_joins_a_host_in_training_warms_up_over_the_epochs_that_are_
     settings = config(seed_optimizer=SeedOptimizerConfig(warmup_epochs=2.0))
     loop = make_loop(Script({1: GROW[0]}), settings, make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5))
     loop.epoch()
-    learner = loop.grower.lifecycles.backends["first"].learner
+    learner = loop.grower.lifecycles.slots["first"].learner
     rates = []
     for _ in range(3):
         for x, y in loop.data:  # of 4 batches, so the warm-up has 8 steps
@@ -116,7 +116,7 @@ def test_a_seed_learns_in_a_slot_whose_module_is_frozen_or_has_no_parameters() -
     host.first.requires_grad_(False)
     trained = [parameter for parameter in host.parameters() if parameter.requires_grad]
     loop = make_loop(
-        Script({0: [Germinate("first", "test", "mlp"), Germinate("after", "test", "mlp")]}),
+        Script({0: [Germinate(slot="first", reason="test", blueprint="mlp"), Germinate(slot="after", reason="test", blueprint="mlp")]}),
         host=host,
         make_optimizer=lambda model: torch.optim.SGD(trained, lr=0.05),
         slots=["first", "after"],
@@ -124,8 +124,8 @@ def test_a_seed_learns_in_a_slot_whose_module_is_frozen_or_has_no_parameters() -
     before = [parameter.detach().clone() for parameter in host.first.parameters()]
     loop.epoch(epochs=2)
     assert_same([parameter.detach() for parameter in host.first.parameters()], before)
-    for backend in loop.grower.lifecycles.backends.values():
-        assert backend.life.gradients.mean_norm > 0
+    for backend in loop.grower.lifecycles.slots.values():
+        assert backend.record.gradients.mean_norm > 0
         assert backend.learner.optimizer.param_groups[0]["lr"] == 0.05
 
 
@@ -193,7 +193,7 @@ KINDS = {
 def test_seeds_learn_by_an_optimiser_of_the_hosts_kind_with_its_settings(kind: str) -> None:
     loop = make_loop(Script(GROW), make_optimizer=lambda model: KINDS[kind](model.parameters()))
     loop.epoch(epochs=2)
-    own = loop.grower.lifecycles.backends["first"].learner.optimizer
+    own = loop.grower.lifecycles.slots["first"].learner.optimizer
     assert type(own) is type(loop.optimizer)
     settings = {name: value for name, value in loop.optimizer.param_groups[0].items() if name not in ("params", "lr")}
     assert {name: own.param_groups[0][name] for name in settings} == settings
@@ -215,29 +215,37 @@ def test_an_optimiser_that_cannot_train_seeds_is_refused_and_another_can_be_give
     with pytest.raises(GrowthError, match=f"{words}.*seed_optimizer=lambda"):
         Grower(slotted, make(host))
     own = lambda parameters, learning_rate: torch.optim.SGD(parameters, lr=learning_rate)  # noqa: E731
-    grower = Grower(slotted, make(host), controller=Script({0: [Germinate("first", "test", "mlp")]}), seed_optimizer=own)
+    grower = Grower(
+        slotted, make(host), controller=Script({0: [Germinate(slot="first", reason="test", blueprint="mlp")]}), seed_optimizer=own
+    )
     grower.begin()
-    assert type(grower.lifecycles.backends["first"].learner.optimizer) is torch.optim.SGD
+    assert type(grower.lifecycles.slots["first"].learner.optimizer) is torch.optim.SGD
 
 
 def test_a_new_seed_in_a_used_slot_has_a_fresh_optimiser() -> None:
-    script = Script({0: [Germinate("first", "test", "mlp")], 2: [Prune("first", "test")], 5: [Germinate("first", "test", "mlp")]})
+    script = Script(
+        {
+            0: [Germinate(slot="first", reason="test", blueprint="mlp")],
+            2: [Prune(slot="first", reason="test")],
+            5: [Germinate(slot="first", reason="test", blueprint="mlp")],
+        }
+    )
     loop = make_loop(script)
     loop.epoch(epochs=2)
-    old = loop.grower.lifecycles.backends["first"].learner
+    old = loop.grower.lifecycles.slots["first"].learner
     assert old.optimizer.state
     loop.epoch(epochs=3)
-    backend = loop.grower.lifecycles.backends["first"]
-    assert backend.life.stage is Stage.HOLDING
+    backend = loop.grower.lifecycles.slots["first"]
+    assert backend.stage is Stage.HOLDING
     assert backend.learner is not old
     assert not backend.learner.optimizer.state
-    assert backend.life.gradients is None
-    assert backend.life.age == 0
+    assert backend.record.gradients is None
+    assert backend.record.age == 0
 
 
 def test_gradient_statistics_are_of_unclipped_global_norms_and_healthy_ones_are_near_one() -> None:
     settings = config(seed_optimizer=SeedOptimizerConfig(max_grad_norm=1e-3))
-    loop = make_loop(Script({0: [Germinate("first", "test", "mlp")]}), settings)
+    loop = make_loop(Script({0: [Germinate(slot="first", reason="test", blueprint="mlp")]}), settings)
     loop.grower.begin()
     norms = []
     for x, y in loop.data:
@@ -251,7 +259,7 @@ def test_gradient_statistics_are_of_unclipped_global_norms_and_healthy_ones_are_
         loop.grower.after_step(loss)
         assert all(parameter.grad is None for parameter in seed.parameters())
     loop.grower.after_epoch(loop.evaluate)
-    stats = loop.grower.lifecycles.backends["first"].life.gradients
+    stats = loop.grower.lifecycles.slots["first"].record.gradients
     assert stats == GradientStats(len(norms), pytest.approx(sum(norms) / len(norms)), pytest.approx(max(norms)), stats.health, 0)
     assert stats.max_norm > 1e-3
     assert stats.health == 1.0
@@ -262,9 +270,9 @@ def test_gradient_statistics_are_of_unclipped_global_norms_and_healthy_ones_are_
     [(0.0, 0.5), (1e-9, 0.5), (1e-6, 0.75), (1e-3, 1.0), (10.0, 1.0), (1e3, 0.5), (1e9, 0.0), (float("inf"), 0.0), (float("nan"), 0.0)],
 )
 def test_a_seed_whose_gradients_vanish_is_half_healthy_and_one_whose_gradients_explode_is_not_at_all(norm: float, health: float) -> None:
-    loop = make_loop(Script({0: [Germinate("first", "test", "mlp")]}))
+    loop = make_loop(Script({0: [Germinate(slot="first", reason="test", blueprint="mlp")]}))
     loop.grower.begin()
-    learner = loop.grower.lifecycles.backends["first"].learner
+    learner = loop.grower.lifecycles.slots["first"].learner
     for parameter in learner.parameters:
         parameter.grad = torch.zeros_like(parameter)
     learner.parameters[0].grad.view(-1)[0] = norm
@@ -279,7 +287,9 @@ def test_a_seed_whose_gradients_vanish_is_half_healthy_and_one_whose_gradients_e
 def test_an_evaluation_that_fails_changes_nothing_and_can_be_repeated() -> None:
     def until_the_end(fails: bool):
         torch.manual_seed(0)
-        script = Script({0: [Germinate("first", "test", "mlp")], 2: [Fossilize("first", "test")]}, probes=[0, 1])
+        script = Script(
+            {0: [Germinate(slot="first", reason="test", blueprint="mlp")], 2: [Fossilize(slot="first", reason="test")]}, probes=[0, 1]
+        )
         loop = make_loop(script, config(probe_steps=2))
         for _ in range(3):
             for x, y in loop.data:
@@ -310,20 +320,28 @@ def test_an_error_in_a_listener_is_raised_after_the_epochs_work_is_done() -> Non
     host = make_host()
     optimizer = sgd(host)
     slotted = add_slots(host, torch.zeros(2, 6), slots=["first"])
-    grower = Grower(slotted, optimizer, controller=Script({0: [Germinate("first", "test", "mlp")]}), config=config(), on_event=listen)
+    grower = Grower(
+        slotted,
+        optimizer,
+        controller=Script({0: [Germinate(slot="first", reason="test", blueprint="mlp")]}),
+        config=config(),
+        on_event=listen,
+    )
     with pytest.raises(RuntimeError, match="nobody home"):
         grower.begin()
-    backend = grower.lifecycles.backends["first"]
-    assert backend.life.stage is Stage.HOLDING
+    backend = grower.lifecycles.slots["first"]
+    assert backend.stage is Stage.HOLDING
     assert backend.slot.is_connected
     assert backend.slot.alpha == 1.0
 
 
 def test_a_decision_about_an_unknown_slot_or_a_slot_twice_is_refused() -> None:
-    loop = make_loop(Script({0: [Germinate("frist", "test", "mlp")]}))
+    loop = make_loop(Script({0: [Germinate(slot="frist", reason="test", blueprint="mlp")]}))
     with pytest.raises(GrowthError, match="no slot is named 'frist'; the slots of this model are first, second"):
         loop.grower.begin()
-    loop = make_loop(Script({0: [Germinate("first", "test", "mlp"), Germinate("first", "test", "norm")]}))
+    loop = make_loop(
+        Script({0: [Germinate(slot="first", reason="test", blueprint="mlp"), Germinate(slot="first", reason="test", blueprint="norm")]})
+    )
     with pytest.raises(GrowthError, match="decided twice about one slot"):
         loop.grower.begin()
 
@@ -379,7 +397,7 @@ def test_samples_are_counted_without_being_passed_by_the_loop(lifecycle) -> None
     assert quiet.ledger == telling.ledger
     assert quiet.state().samples_per_epoch == telling.state().samples_per_epoch == 150
     assert quiet.history.flops == telling.history.flops > 0
-    assert quiet.ledger.entries  # the heuristic does not grow where it does not know how much data there is
+    assert quiet.ledger.seeds  # the heuristic does not grow where it does not know how much data there is
 
 
 @pytest.mark.slow
@@ -407,7 +425,7 @@ def test_a_loop_that_calls_the_model_grows_as_one_that_calls_the_slotted_model(l
 
     (one, weights), (other, others) = grown(use_slotted=False), grown(use_slotted=True)
     assert one.ledger == other.ledger
-    assert one.ledger.entries
+    assert one.ledger.seeds
     assert one.history.flops == other.history.flops > 0
     assert one.state().samples_per_epoch == 150
     assert_same(weights, others)  # what is recorded for the shadow is the same too
@@ -486,7 +504,7 @@ def test_a_grower_whose_slots_were_removed_is_refused_and_does_nothing(how: str)
 @pytest.mark.parametrize("mover", ["slotted", "model"])
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
 def test_a_seed_that_germinates_after_a_cast_of_the_host_has_its_dtype(mover: str, lifecycle) -> None:
-    actions = {0: [Germinate("first", "test", "mlp")], 1: [Germinate("after", "test", "norm")]}
+    actions = {0: [Germinate(slot="first", reason="test", blueprint="mlp")], 1: [Germinate(slot="after", reason="test", blueprint="norm")]}
     loop = make_loop(Script(actions, probes=[0, 1]), config(lifecycle, probe_steps=2), slots=["first", "after", "second"])
     (loop.slotted if mover == "slotted" else loop.host).to(torch.float64)
     loop.data, loop.val = make_data(dtype=torch.float64), make_data(3, seed=2, dtype=torch.float64)

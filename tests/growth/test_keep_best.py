@@ -67,14 +67,14 @@ class Course:
         return [loss + self.low.get(self.grower.epoch + 1, 0.0) + off for loss in self.loop.evaluate()]
 
     def outcomes(self) -> list[str]:
-        return [entry.outcome for entry in self.grower.ledger.entries]
+        return [entry.outcome for entry in self.grower.ledger.seeds]
 
 
 def parameters_of(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-GROW_AND_KEEP = {2: [Germinate("first", "test", "mlp")], 6: [Fossilize("first", "test")]}
+GROW_AND_KEEP = {2: [Germinate(slot="first", reason="test", blueprint="mlp")], 6: [Fossilize(slot="first", reason="test")]}
 
 
 def test_the_epoch_with_the_lowest_validation_loss_is_restored_bit_for_bit() -> None:
@@ -115,7 +115,7 @@ def test_a_state_in_the_middle_of_an_epoch_is_compared_with_the_best_one() -> No
 
 @pytest.mark.parametrize("blueprint", ["mlp", "widen_50", "widen_50_chain"])
 def test_a_seed_that_was_on_trial_in_the_best_epoch_and_kept_later_is_kept_as_it_was_then(blueprint: str) -> None:
-    course = Course({**GROW_AND_KEEP, 2: [Germinate("first", "test", blueprint)]}, {4: LOW})
+    course = Course({**GROW_AND_KEEP, 2: [Germinate(slot="first", reason="test", blueprint=blueprint)]}, {4: LOW})
     course.train(8)
     assert course.outcomes() == ["kept"]
     restored = course.grower.restore_best(course.evaluate)
@@ -124,11 +124,13 @@ def test_a_seed_that_was_on_trial_in_the_best_epoch_and_kept_later_is_kept_as_it
     assert torch.equal(course.output(course.loop.slotted), course.outputs[4])
     model = course.grower.bake()
     torch.testing.assert_close(course.output(model), course.outputs[4])
-    assert parameters_of(model) == parameters_of(make_host()) + course.grower.ledger.entries[0].parameters
+    assert parameters_of(model) == parameters_of(make_host()) + course.grower.ledger.seeds[0].parameters
 
 
 def test_an_epoch_with_a_seed_that_is_pruned_later_does_not_count() -> None:
-    course = Course({2: [Germinate("first", "test", "mlp")], 5: [Prune("first", "test")]}, {2: 0.5 * LOW, 4: LOW})
+    course = Course(
+        {2: [Germinate(slot="first", reason="test", blueprint="mlp")], 5: [Prune(slot="first", reason="test")]}, {2: 0.5 * LOW, 4: LOW}
+    )
     course.train(9)
     assert course.outcomes() == ["pruned"]
     restored = course.grower.restore_best(course.evaluate)
@@ -138,7 +140,7 @@ def test_an_epoch_with_a_seed_that_is_pruned_later_does_not_count() -> None:
 
 
 def test_a_seed_that_is_still_on_trial_at_the_end_does_not_count_and_is_not_evaluated() -> None:
-    course = Course({2: [Germinate("first", "test", "mlp")]}, {2: 0.5 * LOW, 4: LOW, 6: 0.75 * LOW})
+    course = Course({2: [Germinate(slot="first", reason="test", blueprint="mlp")]}, {2: 0.5 * LOW, 4: LOW, 6: 0.75 * LOW})
     course.train(5)
     restored = course.grower.restore_best(course.evaluate)  # the present state would be better with the seed, which is not kept
     assert restored is not None
@@ -153,7 +155,7 @@ def test_a_seed_that_was_connected_after_the_best_epoch_is_taken_out_with_a_reas
     restored = course.grower.restore_best(course.evaluate)
     assert restored is not None
     assert (restored.epoch, restored.left_out) == (2, ["first"])
-    (entry,) = course.grower.ledger.entries
+    (entry,) = course.grower.ledger.seeds
     assert (entry.outcome, entry.ended) == ("pruned", 8)
     assert "lowest, " in entry.why
     assert "after epoch 2, when it was not connected" in entry.why
@@ -170,16 +172,16 @@ def test_the_story_of_the_events_has_the_outcomes_of_the_ledger() -> None:
     for event in course.loop.events:
         story.take(event)
     assert [(seed.outcome, seed.ended, seed.why) for seed in story.seeds] == [
-        (entry.outcome, entry.ended, entry.why) for entry in course.grower.ledger.entries
+        (entry.outcome, entry.ended, entry.why) for entry in course.grower.ledger.seeds
     ]
     assert story.remarks[-1].text.startswith("the result is the state after epoch 2: validation loss ")
     assert story.remarks[-1].text.endswith("; taken out: first")
 
 
 SHADOW = {
-    1: [Germinate("first", "test", "mlp")],
-    2: [Advance("first", "test")],
-    6: [Fossilize("first", "test")],
+    1: [Germinate(slot="first", reason="test", blueprint="mlp")],
+    2: [Advance(slot="first", reason="test")],
+    6: [Fossilize(slot="first", reason="test")],
 }
 
 
@@ -208,16 +210,19 @@ def test_a_seed_that_was_in_the_shadow_in_the_best_epoch_is_taken_out() -> None:
 
 
 TWO = {
-    1: [Germinate("first", "test", "mlp")],
-    3: [Germinate("second", "test", "mlp")],
-    6: [Fossilize("first", "test"), Prune("second", "test")],
+    1: [Germinate(slot="first", reason="test", blueprint="mlp")],
+    3: [Germinate(slot="second", reason="test", blueprint="mlp")],
+    6: [Fossilize(slot="first", reason="test"), Prune(slot="second", reason="test")],
 }
 
 
 @pytest.mark.parametrize("is_second_kept", [True, False])
 def test_of_two_seeds_on_trial_each_epoch_waits_for_its_own(is_second_kept: bool) -> None:
     """Epoch 5 is better and has both seeds, epoch 3 has the first one only."""
-    last = [Fossilize("first", "test"), Fossilize("second", "test") if is_second_kept else Prune("second", "test")]
+    last = [
+        Fossilize(slot="first", reason="test"),
+        Fossilize(slot="second", reason="test") if is_second_kept else Prune(slot="second", reason="test"),
+    ]
     course = Course({**TWO, 6: last}, {1: 0.25 * LOW, 3: 0.5 * LOW, 5: LOW})
     course.train(5)
     assert len(course.grower._recovery.best_states.state_dict()) == 3
@@ -231,8 +236,8 @@ def test_of_two_seeds_on_trial_each_epoch_waits_for_its_own(is_second_kept: bool
 
 @pytest.mark.parametrize(("low", "left_out"), [(4, ["first#2"]), (8, [])])
 def test_a_place_that_grew_again_is_restored_as_it_was(low: int, left_out: list[str]) -> None:
-    again = {7: [Germinate("first#2", "test", "widen_50")], 10: [Fossilize("first#2", "test")]}
-    course = Course({**GROW_AND_KEEP, 2: [Germinate("first", "test", "widen_50")], **again}, {low: LOW})
+    again = {7: [Germinate(slot="first#2", reason="test", blueprint="widen_50")], 10: [Fossilize(slot="first#2", reason="test")]}
+    course = Course({**GROW_AND_KEEP, 2: [Germinate(slot="first", reason="test", blueprint="widen_50")], **again}, {low: LOW})
     course.train(12)
     assert course.outcomes() == ["kept", "kept"]
     restored = course.grower.restore_best(course.evaluate)
@@ -259,7 +264,7 @@ def test_an_epoch_with_a_kept_seed_that_was_shrunk_later_does_not_count() -> Non
 
 
 def test_a_rollback_of_a_seed_drops_the_epochs_with_it() -> None:
-    course = Course({2: [Germinate("first", "test", "mlp")]}, {2: 0.5 * LOW, 4: LOW})
+    course = Course({2: [Germinate(slot="first", reason="test", blueprint="mlp")]}, {2: 0.5 * LOW, 4: LOW})
     course.train(4)
     seed = course.loop.slotted.slots["first"].seed
     assert seed is not None
@@ -371,7 +376,12 @@ def test_grow_returns_the_best_state_and_says_so() -> None:
 def test_the_result_counts_the_parameters_of_the_best_state_and_all_views_show_it(tmp_path: Path) -> None:
     """High learning rates ruin the host after epoch 6. A seed that germinates then is kept, and is not in the best state."""
     events: list[Any] = []
-    script = Script({8: [Germinate("first", "test", "mlp")], **{epoch: [Fossilize("first", "test")] for epoch in range(10, 15)}})
+    script = Script(
+        {
+            8: [Germinate(slot="first", reason="test", blueprint="mlp")],
+            **{epoch: [Fossilize(slot="first", reason="test")] for epoch in range(10, 15)},
+        }
+    )
     grown = overfit(
         make_data(2),
         controller=script,
@@ -466,7 +476,7 @@ def test_a_seed_that_was_connected_after_the_epoch_with_the_highest_metric_is_ta
     course = Course(GROW_AND_KEEP, {}, best_by="accuracy")
     course.train(8, {epoch: 0.9 if epoch == 2 else 0.5 for epoch in range(1, 9)})
     assert course.grower.restore_best(course.evaluate, metrics={"accuracy": 0.5}) is not None
-    reason = course.grower.ledger.entries[0].steps[-1].reason
+    reason = course.grower.ledger.seeds[0].stages[-1].reason
     assert reason == "taken out: the validation accuracy was highest, 0.9000, after epoch 2, when it was not connected"
 
 

@@ -40,7 +40,7 @@ def regression(batches: int = 20, *, factor: float = 1.0) -> Data:
 
 
 def seeds(grown: Grown) -> list[tuple[str, str, int, str]]:
-    return [(entry.slot, entry.blueprint, entry.born, entry.outcome) for entry in grown.ledger.entries]
+    return [(entry.slot, entry.blueprint, entry.born, entry.outcome) for entry in grown.ledger.seeds]
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_a_loss_in_another_unit_gives_the_same_model(factor: float) -> None:
     here, there = run(1.0), run(factor)
     assert seeds(here)
     assert seeds(there) == seeds(here)
-    assert [entry.rent * factor for entry in here.ledger.entries] == pytest.approx([entry.rent for entry in there.ledger.entries])
+    assert [entry.rent * factor for entry in here.ledger.seeds] == pytest.approx([entry.rent for entry in there.ledger.seeds])
     torch.testing.assert_close(dict(there.model.state_dict()), dict(here.model.state_dict()), rtol=0, atol=0.01)
 
 
@@ -105,7 +105,7 @@ def test_a_regression_grows_whatever_the_unit_of_its_targets(factor: float) -> N
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
         config=config(QUICK, heuristic=HeuristicConfig(evidence=0.1, evidence_at_the_end=0.1, longer_training=0.1)),
     )
-    assert grown.ledger.entries
+    assert grown.ledger.seeds
 
 
 def gaussian_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def test_a_loss_that_can_be_negative_is_refused_until_its_range_is_given() -> No
 
     with pytest.raises(GrowthError, match=r"a constant predictor has a loss of -\d.*GrowthConfig\(loss_range="):
         start()
-    assert start(loss_range=3.0).ledger.entries
+    assert start(loss_range=3.0).ledger.seeds
 
 
 def fast(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -179,19 +179,19 @@ def test_a_loop_with_a_negative_loss_is_refused_after_its_first_epoch_and_left_u
     with pytest.raises(GrowthError, match=r"the training began with a loss of -4\..*loss_range"):
         loop.grower.after_epoch(loop.evaluate)
     assert loop.grower.epoch == 0
-    assert loop.grower.host_growth.scale is None
+    assert loop.grower.lifecycles.scale is None
 
 
 def test_the_first_epoch_sets_the_loss_scale_of_a_loop_and_a_resumed_loop_keeps_it() -> None:
     whole = make_loop(Script(), config(QUICK), epochs=6)
     whole.epoch()
-    first = whole.grower.host_growth.scale
+    first = whole.grower.lifecycles.scale
     assert first is not None
     assert first.is_guess
     assert first.uninformed == pytest.approx(sum(whole.losses) / len(whole.losses))
     whole.epoch()
-    assert whole.grower.host_growth.scale == first
+    assert whole.grower.lifecycles.scale == first
     again = make_loop(Script(), config(QUICK), epochs=6)
     again.grower.load_state_dict(whole.grower.state_dict())
-    assert again.grower.host_growth.scale == first
+    assert again.grower.lifecycles.scale == first
     assert again.grower.lifecycles.unit == pytest.approx(first.uninformed / math.log(10))

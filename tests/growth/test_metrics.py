@@ -67,7 +67,9 @@ def test_metrics_need_no_forward_pass_of_their_own_and_leave_weights_and_decisio
         model = Counted()
         given = {"step_loss": step_loss} if by_step_loss else {"loss_fn": cross_entropy}
         options = {"slots": ("host.first", "host.second"), "lifecycle": QUICK}
-        script = Script({0: [Germinate("host.first", "test", "mlp")], 4: [Fossilize("host.first", "test")]})
+        script = Script(
+            {0: [Germinate(slot="host.first", reason="test", blueprint="mlp")], 4: [Fossilize(slot="host.first", reason="test")]}
+        )
         grown = grow(model, make_data(), UNEVEN, epochs=5, controller=script, config=config(**options), metrics=metrics, **given)
         results.append((grown.model.calls, dict(grown.model.state_dict()), grown.ledger.table()))
     assert results[0][0] == results[1][0]
@@ -90,7 +92,7 @@ def test_forward_passes_of_a_metric_change_no_contribution_of_a_seed_on_trial(si
             if isinstance(event, EpochEnded):
                 gains.extend(slot.gain for slot in event.slots)
 
-        script = Script({0: [Germinate("second", "test", "mlp")]})
+        script = Script({0: [Germinate(slot="second", reason="test", blueprint="mlp")]})
         grow_small(make_data(3), step_loss=step_loss, epochs=5, controller=script, metrics=metrics, callbacks=[note])
         measured.append(gains)
     assert measured[0] == measured[1]

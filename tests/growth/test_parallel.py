@@ -25,18 +25,18 @@ pytestmark = pytest.mark.slow  # they start processes of their own
 
 RANKS, EPOCHS = 2, 8
 LIVES = {
-    0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")],
-    1: [Advance("first", "test"), Advance("second", "test")],
-    3: [Prune("second", "test"), Fossilize("first", "test")],
-    4: [Fossilize("first", "test")],
-    6: [Germinate("second", "test", "mlp")],
+    0: [Germinate(slot="first", reason="test", blueprint="mlp"), Germinate(slot="second", reason="test", blueprint="low_rank")],
+    1: [Advance(slot="first", reason="test"), Advance(slot="second", reason="test")],
+    3: [Prune(slot="second", reason="test"), Fossilize(slot="first", reason="test")],
+    4: [Fossilize(slot="first", reason="test")],
+    6: [Germinate(slot="second", reason="test", blueprint="mlp")],
 }
 IN_WIDTH = {
-    0: [Germinate("first", "test", "widen_50"), Germinate("second", "test", "widen_100")],
-    1: [Advance("first", "test"), Advance("second", "test")],
-    3: [Prune("second", "test"), Fossilize("first", "test")],
-    4: [Fossilize("first", "test")],
-    6: [Germinate("second", "test", "widen_50")],
+    0: [Germinate(slot="first", reason="test", blueprint="widen_50"), Germinate(slot="second", reason="test", blueprint="widen_100")],
+    1: [Advance(slot="first", reason="test"), Advance(slot="second", reason="test")],
+    3: [Prune(slot="second", reason="test"), Fossilize(slot="first", reason="test")],
+    4: [Fossilize(slot="first", reason="test")],
+    6: [Germinate(slot="second", reason="test", blueprint="widen_50")],
 }
 BLUEPRINTS = ("mlp", "low_rank", "widen_50", "widen_100")  # the candidates of the probe, each of which takes as long as some steps
 Lives = dict[int, list[Any]]
@@ -90,9 +90,7 @@ def train(
         "host": copy.deepcopy(dict(host.state_dict())),
         "seeds": {name: copy.deepcopy(dict(slot.seed.state_dict())) for name, slot in slotted.slots.items() if slot.seed is not None},
         "optimizers": {
-            name: backend.learner.optimizer.state_dict()
-            for name, backend in grower.lifecycles.backends.items()
-            if backend.learner is not None
+            name: backend.learner.optimizer.state_dict() for name, backend in grower.lifecycles.slots.items() if backend.learner is not None
         },
         "ledger": msgspec.to_builtins(grower.ledger),
         "rollbacks": grower.rollbacks,

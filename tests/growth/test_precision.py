@@ -23,8 +23,8 @@ every_direction = pytest.mark.parametrize("blueprints", [DEPTH, WIDTH], ids=["de
 
 def scaled_loop(lifecycle: LifecycleConfig, scaler: torch.amp.GradScaler | None, blueprints: tuple[str, str] = DEPTH, **options) -> Loop:
     torch.manual_seed(1)
-    born = [Germinate(slot, "test", blueprint) for slot, blueprint in zip(SLOTS, blueprints, strict=True)]
-    script = Script({0: born, 1: [Advance(slot, "test") for slot in SLOTS]}, probes=[0])
+    born = [Germinate(slot=slot, reason="test", blueprint=blueprint) for slot, blueprint in zip(SLOTS, blueprints, strict=True)]
+    script = Script({0: born, 1: [Advance(slot=slot, reason="test") for slot in SLOTS]}, probes=[0])
     loop = make_loop(script, config(lifecycle), scaler=scaler, slots=("first", "after", "second"), **options)
     loop.grower.begin()
     return loop
@@ -58,11 +58,11 @@ def test_seeds_learn_the_same_with_and_without_a_loss_scale(lifecycle: Lifecycle
     # The scale grows on the way, so that it has to be the one of the right step.
     scaled, plain = trained(torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_factor=2.0, growth_interval=2)), trained(None)
     for name in SLOTS:
-        backend, other = scaled.grower.lifecycles.backends[name], plain.grower.lifecycles.backends[name]
+        backend, other = scaled.grower.lifecycles.slots[name], plain.grower.lifecycles.slots[name]
         for found, expected in zip(backend.slot.seed.parameters(), other.slot.seed.parameters(), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
-        assert backend.life.gradients.mean_norm == pytest.approx(other.life.gradients.mean_norm, rel=1e-5)
-        assert backend.life.gradients.skipped == 0
+        assert backend.record.gradients.mean_norm == pytest.approx(other.record.gradients.mean_norm, rel=1e-5)
+        assert backend.record.gradients.skipped == 0
     found, expected = (next(event for event in loop.events if event.kind == "probed").promises for loop in (scaled, plain))
     for slot, promises in expected.items():
         assert found[slot] == pytest.approx(promises, rel=1e-4)
@@ -87,8 +87,8 @@ def test_an_overflow_in_a_seed_skips_only_its_own_step_and_is_counted() -> None:
     for x, y in loop.data[2:]:
         step(loop, scaler, x, y)
     loop.grower.after_epoch(loop.evaluate)
-    assert [loop.grower.lifecycles.backends[name].life.gradients.skipped for name in SLOTS] == [1, 0]
-    assert loop.grower.lifecycles.backends["first"].life.gradients.health < 1
+    assert [loop.grower.lifecycles.slots[name].record.gradients.skipped for name in SLOTS] == [1, 0]
+    assert loop.grower.lifecycles.slots["first"].record.gradients.health < 1
 
 
 def test_an_overflow_in_the_host_skips_the_steps_of_host_and_seed() -> None:
@@ -106,7 +106,7 @@ def test_an_overflow_in_the_host_skips_the_steps_of_host_and_seed() -> None:
     assert loop.grower.rollbacks == 0
     step(loop, scaler, x, y)  # at the new scale
     assert not all(torch.equal(now, then) for now, then in zip(seed.parameters(), before, strict=True))
-    report = loop.grower.lifecycles.backends["first"].learner.report()
+    report = loop.grower.lifecycles.slots["first"].learner.report()
     assert report.max_norm < 10
     assert report.skipped == 2
 
@@ -121,7 +121,7 @@ def test_parts_of_an_accumulated_batch_do_not_count_as_skipped_steps() -> None:
         scaler.scale(loss).backward()
         loop.grower.after_step(loss)
     step(loop, scaler, x, y)
-    assert loop.grower.lifecycles.backends["first"].learner.report().skipped == 0
+    assert loop.grower.lifecycles.slots["first"].learner.report().skipped == 0
 
 
 @every_direction
@@ -130,9 +130,9 @@ def test_a_host_in_half_precision_has_seeds_in_half_precision(lifecycle: Lifecyc
     loop = scaled_loop(lifecycle, None, blueprints, host=make_host(dtype=torch.bfloat16), dtype=torch.bfloat16)
     loop.epoch(epochs=3)
     for name in SLOTS:
-        backend = loop.grower.lifecycles.backends[name]
+        backend = loop.grower.lifecycles.slots[name]
         assert {parameter.dtype for parameter in backend.slot.seed.parameters()} == {torch.bfloat16}
-        assert backend.life.gradients.mean_norm > 0
+        assert backend.record.gradients.mean_norm > 0
     assert all(map(math.isfinite, loop.grower.history.val_losses))
 
 
@@ -148,9 +148,9 @@ def test_under_autocast_seeds_stay_in_full_precision_and_learn(blueprints: tuple
         loop.grower.after_step(loss)
     loop.grower.after_epoch(loop.evaluate)
     for name in SLOTS:
-        backend = loop.grower.lifecycles.backends[name]
+        backend = loop.grower.lifecycles.slots[name]
         assert {parameter.dtype for parameter in backend.slot.seed.parameters()} == {torch.float32}
-        assert backend.life.gradients.mean_norm > 0
+        assert backend.record.gradients.mean_norm > 0
 
 
 class Reads(TorchDispatchMode):
@@ -188,7 +188,7 @@ def test_steps_with_a_loss_scale_read_nothing_from_the_device(lifecycle: Lifecyc
         with reads:
             loop.grower.after_step(loss, closure=lambda x=x, y=y: cross_entropy(loop.slotted(x), y))
         assert reads.count == 0
-    assert loop.grower.lifecycles.backends["first"].learner.report().steps == 3
+    assert loop.grower.lifecycles.slots["first"].learner.report().steps == 3
 
 
 OPTIMIZERS = {
@@ -206,7 +206,7 @@ def test_a_seed_whose_gradient_overflows_on_a_device_keeps_its_weights_and_momen
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     loop = scaled_loop(QUICK, scaler, make_optimizer=lambda model: OPTIMIZERS[name](model.parameters()))
     x, y = loop.data[0]
-    backend = loop.grower.lifecycles.backends["first"]
+    backend = loop.grower.lifecycles.slots["first"]
     learner, parameters = backend.learner, list(backend.slot.seed.parameters())
 
     def state() -> list[Tensor]:
@@ -257,7 +257,7 @@ def test_a_fused_step_that_the_device_skips_is_skipped_for_the_seed_on_the_devic
     loop = scaled_loop(QUICK, scaler, make_optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
     x, y = loop.data[0]
     step(loop, scaler, x, y)
-    backend = loop.grower.lifecycles.backends["first"]
+    backend = loop.grower.lifecycles.slots["first"]
     before = copy.deepcopy(list(backend.slot.seed.parameters()))
     step(loop, scaler, x, y, spoil=lambda: loop.host.head.weight.grad.fill_(math.inf))
     assert all(torch.equal(now, then) for now, then in zip(backend.slot.seed.parameters(), before, strict=True))

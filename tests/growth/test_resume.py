@@ -45,14 +45,14 @@ pytestmark = pytest.mark.slow  # whole trainings, several times over
 
 EPOCHS = 7
 LIVES = {
-    1: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")],
-    2: [Advance("first", "test"), Advance("second", "test")],
-    4: [Fossilize("first", "test"), Prune("second", "test")],
-    5: [Fossilize("first", "test")],
+    1: [Germinate(slot="first", reason="test", blueprint="mlp"), Germinate(slot="second", reason="test", blueprint="low_rank")],
+    2: [Advance(slot="first", reason="test"), Advance(slot="second", reason="test")],
+    4: [Fossilize(slot="first", reason="test"), Prune(slot="second", reason="test")],
+    5: [Fossilize(slot="first", reason="test")],
 }
 
 
-WIDER = {1: [Germinate("second", "test", "widen_100")], 5: [Fossilize("second", "test")]}
+WIDER = {1: [Germinate(slot="second", reason="test", blueprint="widen_100")], 5: [Fossilize(slot="second", reason="test")]}
 
 
 def script(lives: Mapping[int, Sequence[Action]] = LIVES) -> Script:
@@ -160,7 +160,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
     make_loader, lifecycle: LifecycleConfig, uninterrupted, tmp_path: Path
 ) -> None:
     whole, of_whole = uninterrupted(make_loader, lifecycle)
-    assert len(whole.ledger.entries) == 2
+    assert len(whole.ledger.seeds) == 2
     for looks in (1, 15, 22):  # within epochs, and between them
         folder = tmp_path / f"after {looks}"
         stopped = run(folder, make_loader, lifecycle, stop=Countdown(looks))
@@ -184,7 +184,7 @@ def test_a_run_may_be_stopped_and_resumed_many_times(looks: int, uninterrupted, 
 
 def test_a_run_that_is_stopped_while_its_new_units_warm_up_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", stateful, QUICK, lives=WIDER)
-    assert [entry.outcome for entry in whole.ledger.entries] == ["kept"]
+    assert [entry.outcome for entry in whole.ledger.seeds] == ["kept"]
     result = run(tmp_path / "run", stateful, QUICK, lives=WIDER, stop=Countdown(8))
     while result.status == "stopped":
         result = run(tmp_path / "run", stateful, QUICK, lives=WIDER, stop=Countdown(3), resume=True)

@@ -127,8 +127,8 @@ def loop_of(*blueprints: str, rent: RentConfig | None = None) -> Loop:
     slots = ["first", "first#2"][: len(blueprints)]
     actions: dict[int, list[Fossilize | Germinate]] = {}
     for number, (slot, blueprint) in enumerate(zip(slots, blueprints, strict=True)):
-        actions[number * (KEPT + 1)] = [Germinate(slot, "now", blueprint)]
-        actions[number * (KEPT + 1) + KEPT] = [Fossilize(slot, "it pays")]
+        actions[number * (KEPT + 1)] = [Germinate(slot=slot, reason="now", blueprint=blueprint)]
+        actions[number * (KEPT + 1) + KEPT] = [Fossilize(slot=slot, reason="it pays")]
     budget = BudgetConfig(max_parameters=None, max_flops=None)
     settings = GrowthConfig(lifecycle=QUICK, budget=budget, rent=rent or RentConfig())
     loop = make_loop(Script(actions), settings, host=make_host(dropout=0.0), make_optimizer=adamw)  # type: ignore[arg-type]
@@ -156,8 +156,8 @@ def test_a_kept_seed_that_no_longer_pays_is_removed_by_the_same_evidence() -> No
         assert loop.grower.shrink(lambda: evaluation(loop)) == ["first"]  # noqa: B023
         assert loop.slotted.slot("first").seed is None
         (shrunk,) = [event for event in loop.events if isinstance(event, Shrunk)]
-        assert (shrunk.what, shrunk.gain, shrunk.parameters) == ("first", 0.0, loop.grower.ledger.entries[0].parameters)
-        assert loop.grower.ledger.entries[0].outcome == "pruned"
+        assert (shrunk.what, shrunk.gain, shrunk.parameters) == ("first", 0.0, loop.grower.ledger.seeds[0].parameters)
+        assert loop.grower.ledger.seeds[0].outcome == "pruned"
         assert loop.grower.lifecycles.added().parameters == 0
         loop.epoch(epochs=2)
 
@@ -176,14 +176,18 @@ def test_a_controller_can_have_kept_seeds_measured_and_remove_them() -> None:
         def decide(self, state):  # type: ignore[no-untyped-def]
             return replace(super().decide(state), measure_kept=True)
 
-    actions = {0: [Germinate("first", "now", "low_rank")], 3: [Fossilize("first", "it pays")], 5: [Shrink("first", "it is useless")]}
+    actions = {
+        0: [Germinate(slot="first", reason="now", blueprint="low_rank")],
+        3: [Fossilize(slot="first", reason="it pays")],
+        5: [Shrink(slot="first", reason="it is useless")],
+    }
     loop = make_loop(Tidy(actions), GrowthConfig(lifecycle=QUICK), host=make_host(dropout=0.0), make_optimizer=adamw)
     loop.val = loop.data
     loop.grower.begin()
     loop.epoch(epochs=5)
-    assert loop.grower.lifecycles.backends["first"].life.stage is Stage.FOSSILIZED, "it pays, so the gate refuses"
+    assert loop.grower.lifecycles.slots["first"].stage is Stage.FOSSILIZED, "it pays, so the gate refuses"
     assert "its rent is" in loop.grower.ledger.refused[-1].reason
-    loop.grower.controller.actions[6] = [Shrink("first", "it is useless")]  # type: ignore[attr-defined]
+    loop.grower.controller.actions[6] = [Shrink(slot="first", reason="it is useless")]  # type: ignore[attr-defined]
     for x, y in loop.data:
         loop.step(x, y)
     for parameter in loop.slotted.slot("first").seed.parameters():  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ import pytest
 from esper.config import save
 from esper.controller.config import ControllerConfig
 from esper.controller.events import BlueprintCount, RoundEnded
-from esper.growth.events import ActionRefused, EpochEnded, GrowthStarted, Measured, RolledBack, SlotView, StageEntered
+from esper.growth.events import ActionRefused, Birth, GrowthStarted, Measured, RolledBack, SeedBack, StageEntered
 from esper.intervals import Interval, student_interval
 from esper.runs import Event, EventLog, RunError
 from esper.runs.analysis import (
@@ -38,21 +38,14 @@ from tests.runs.made import made_growth
 SIZE: dict[str, int] = {"parameters": 1000, "flops": 5000}
 
 
-def entered(epoch: int, slot: str, blueprint: str, stage: str, reason: str = "") -> StageEntered:
-    return StageEntered(epoch=epoch, slot=slot, blueprint=blueprint, stage=stage, reason=reason)
+def entered(epoch: int, slot: str, number: int, blueprint: str, stage: str, reason: str = "") -> StageEntered:
+    size = {1: (100, 300), 2: (50, 200), 3: (8, 16)}.get(number, (10, 20))
+    birth = Birth("joint", *size) if stage == "GERMINATED" else None
+    return StageEntered(epoch=epoch, slot=slot, number=number, blueprint=blueprint, stage=stage, reason=reason, birth=birth)
 
 
-def measured(slot: str, gain: float) -> Measured:
-    return Measured(epoch=2, slot=slot, gain=gain, gain_low=gain - 0.1, gain_high=gain + 0.1, rent=0.01)
-
-
-def view(slot: str, stage: str, blueprint: str | None, parameters: int = 0, flops: int = 0) -> SlotView:
-    nothing: dict[str, Any] = {"health": None, "gain": None, "gain_low": None, "gain_high": None}
-    return SlotView(slot=slot, stage=stage, blueprint=blueprint, alpha=1.0, age=1, parameters=parameters, rent=0.0, flops=flops, **nothing)
-
-
-def epoch(number: int, *slots: SlotView) -> EpochEnded:
-    return EpochEnded(epoch=number, train_loss=1.0, val_loss=1.0, learning_rate=1e-3, decision="", slots=list(slots), **SIZE)
+def measured(slot: str, number: int, gain: float) -> Measured:
+    return Measured(epoch=2, slot=slot, number=number, gain=gain, gain_low=gain - 0.1, gain_high=gain + 0.1, rent=0.01)
 
 
 def made(folder: Path, events: list[Event], kind: str = "growth") -> Path:
@@ -72,24 +65,21 @@ def made(folder: Path, events: list[Event], kind: str = "growth") -> Path:
 
 def first_run(folder: Path) -> Path:
     """Write a run with a kept mlp in a, a pruned mlp in b, then a norm in b that the governor removes, and a refused action."""
+    refused: dict[str, Any] = {"number": 2, "action": "fossilize", "blueprint": "mlp"}
     return made(
         folder,
         [
-            entered(1, "a", "mlp", "GERMINATED"),
-            entered(1, "b", "mlp", "GERMINATED"),
-            epoch(1, view("a", "HOLDING", "mlp", 100, 300), view("b", "HOLDING", "mlp", 50, 200)),
-            measured("a", 0.2),
-            measured("a", 0.3),
-            measured("b", 0.1),
-            ActionRefused(epoch=2, slot="b", action="fossilize", reason="its gain of 0.1 is below its rent of 0.2", blueprint="mlp"),
-            ActionRefused(epoch=3, slot="b", action="fossilize", reason="its gain of 0.3 is below its rent of 0.4", blueprint="mlp"),
-            entered(4, "a", "mlp", "FOSSILIZED"),
-            entered(4, "b", "mlp", "PRUNED", "its gain of 0.1 is not enough"),
-            epoch(4, view("a", "FOSSILIZED", "mlp", 100, 300), view("b", "EMBARGOED", None)),
-            entered(5, "b", "norm", "GERMINATED"),
-            epoch(5, view("a", "FOSSILIZED", "mlp", 100, 300), view("b", "HOLDING", "norm", 8, 16)),
-            entered(6, "b", "norm", "PRUNED", "the loss is not finite"),
-            RolledBack(epoch=6, to_epoch=5, reason="the loss is not finite", embargoed=["b"]),
+            entered(1, "a", 1, "mlp", "GERMINATED"),
+            entered(1, "b", 2, "mlp", "GERMINATED"),
+            measured("a", 1, 0.2),
+            measured("a", 1, 0.3),
+            measured("b", 2, 0.1),
+            ActionRefused(slot="b", epoch=2, reason="its gain of 0.1 is below its rent of 0.2", **refused),
+            ActionRefused(slot="b", epoch=3, reason="its gain of 0.3 is below its rent of 0.4", **refused),
+            entered(4, "a", 1, "mlp", "FOSSILIZED"),
+            entered(4, "b", 2, "mlp", "PRUNED", "its gain of 0.1 is not enough"),
+            entered(5, "b", 3, "norm", "GERMINATED"),
+            RolledBack(epoch=6, to_epoch=5, reason="the loss is not finite", embargoed=["b"], gone=[3]),
         ],
     )
 
@@ -104,15 +94,15 @@ def test_blueprints_of_a_growth_run_are_counted_with_reasons_gates_and_size(tmp_
     assert (mlp.parameters, mlp.flops) == (75, 250)
     assert mlp.gain_per_thousand == pytest.approx(0.2 / 75 * 1000)
     assert (norm.tried, norm.kept, norm.pruned, norm.rolled_back, norm.gain) == (1, 0, 0, 1, None)
-    assert norm.reasons == {"the loss is not finite": 1}
+    assert norm.reasons == {"the governor went back: the loss is not finite": 1}
 
 
 def test_the_interval_of_a_gain_is_over_runs_and_not_over_seeds(tmp_path: Path) -> None:
     gains = {"one": [0.1, 0.2, 0.3], "two": [0.5], "three": [0.9, 0.7]}
     for name, of_seeds in gains.items():
         events: list[Event] = []
-        for number, gain in enumerate(of_seeds):
-            events += [entered(1, f"s{number}", "mlp", "GERMINATED"), measured(f"s{number}", gain)]
+        for number, gain in enumerate(of_seeds, start=1):
+            events += [entered(1, f"s{number}", number, "mlp", "GERMINATED"), measured(f"s{number}", number, gain)]
         made(tmp_path / name, events)
     (row,) = blueprint_rows([open_run(tmp_path / name, cache=tmp_path) for name in gains])
     wanted = student_interval([sum(of_seeds) / len(of_seeds) for of_seeds in gains.values()])
@@ -140,38 +130,38 @@ def test_blueprints_of_a_controller_run_are_counted_by_task_and_host(tmp_path: P
     assert (row.parameters, row.flops) == (100, 200)
 
 
-def test_events_of_earlier_versions_without_the_new_fields_are_read(tmp_path: Path) -> None:
+def test_lines_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
     run = first_run(tmp_path / "one")
-    old = (run / EVENTS).read_text().replace(',"flops":300', "").replace(',"blueprint":"mlp"}', "}")
-    (run / EVENTS).write_text(old)
+    lines = (run / EVENTS).read_text().splitlines()
+    assert ',"gain":0.3,' in lines[5]
+    damaged = [lines[5].replace(',"gain":0.3,', ",")]
+    (run / EVENTS).write_text("\n".join([*lines[:5], *damaged, *lines[6:]]) + "\n")
     mlp = blueprint_rows([open_run(run, cache=tmp_path)])[0]
-    assert (mlp.tried, mlp.refused, mlp.flops) == (2, {}, 200)
+    assert (mlp.tried, mlp.kept, mlp.gain) == (2, 1, pytest.approx(0.15)), "the gain of seed 1 is the one before"
 
 
-def test_a_seed_that_a_rollback_removes_without_a_stage_is_noticed(tmp_path: Path) -> None:
+def test_a_seed_that_a_rollback_removes_is_named_by_its_number(tmp_path: Path) -> None:
     run = made(
         tmp_path / "one",
         [
-            entered(1, "a", "mlp", "GERMINATED"),
-            entered(2, "b", "norm", "GERMINATED"),
-            RolledBack(epoch=3, to_epoch=1, reason="spike", embargoed=[]),
-            epoch(2, view("a", "HOLDING", "mlp", 10), view("b", "DORMANT", None)),
+            entered(1, "a", 1, "mlp", "GERMINATED"),
+            entered(2, "b", 2, "norm", "GERMINATED"),
+            RolledBack(epoch=3, to_epoch=1, reason="spike", embargoed=[], gone=[2]),
         ],
     )
     mlp, norm = blueprint_rows([open_run(run, cache=tmp_path)])
-    assert (mlp.living, mlp.parameters, norm.rolled_back) == (1, 10, 1)
-    assert norm.reasons == {"the governor went back to epoch …: spike": 1}
+    assert (mlp.living, mlp.parameters, norm.rolled_back) == (1, 100, 1)
+    assert norm.reasons == {"the governor went back: spike": 1}
 
 
 def test_a_pruned_seed_that_a_rollback_brings_back_is_living_again(tmp_path: Path) -> None:
     run = made(
         tmp_path / "one",
         [
-            entered(1, "a", "mlp", "GERMINATED"),
-            entered(1, "a", "mlp", "HOLDING"),
-            entered(2, "a", "mlp", "PRUNED", "its gain of 0.1 is not enough"),
-            RolledBack(epoch=3, to_epoch=1, reason="spike", embargoed=[], brought_back=["a"]),
-            epoch(3, view("a", "HOLDING", "mlp", 10)),
+            entered(1, "a", 1, "mlp", "GERMINATED"),
+            entered(1, "a", 1, "mlp", "HOLDING"),
+            entered(2, "a", 1, "mlp", "PRUNED", "its gain of 0.1 is not enough"),
+            RolledBack(epoch=3, to_epoch=1, reason="spike", embargoed=[], back=[SeedBack(1, "a", "HOLDING", "living", True)]),
         ],
     )
     (mlp,) = blueprint_rows([open_run(run, cache=tmp_path)])
@@ -215,7 +205,7 @@ def test_tables_show_values_with_intervals_and_mark_sure_interactions() -> None:
 
 def test_sections_escape_all_names(tmp_path: Path) -> None:
     name = "<img src=x>"
-    run = made(tmp_path / "one", [entered(1, "a", name, "GERMINATED"), entered(2, "a", name, "PRUNED", name)])
+    run = made(tmp_path / "one", [entered(1, "a", 1, name, "GERMINATED"), entered(2, "a", 1, name, "PRUNED", name)])
     text = blueprint_section(blueprint_rows([open_run(run, cache=tmp_path)])) + analysis_section(some_analysis((name, ":x")))
     assert "<img" not in text
     assert text.count("&lt;img src=x&gt;") > 5

@@ -105,7 +105,14 @@ def test_a_model_that_is_saved_outside_of_a_run_has_a_card_beside_it(tmp_path: P
 
 def baked_by_loop(*, by_slotted: bool = False) -> tuple[nn.Module, Grower]:
     """Grow a model in a loop of its own: one seed is kept, another still lives when the model is baked."""
-    loop = make_loop(Script({0: [Germinate("first", "test", "mlp")], 3: [Fossilize("first", "test"), Germinate("second", "test", "norm")]}))
+    loop = make_loop(
+        Script(
+            {
+                0: [Germinate(slot="first", reason="test", blueprint="mlp")],
+                3: [Fossilize(slot="first", reason="test"), Germinate(slot="second", reason="test", blueprint="norm")],
+            }
+        )
+    )
     loop.epoch(epochs=4)
     return loop.slotted.bake() if by_slotted else loop.grower.bake(), loop.grower
 
@@ -152,7 +159,7 @@ def test_the_card_of_a_loaded_or_copied_model_lists_its_seeds_and_claims_no_trai
 
 def test_a_model_that_is_not_baked_has_no_card(tmp_path: Path) -> None:
     esper.save(make_host(), tmp_path / "plain.safetensors")
-    loop = make_loop(Script({0: [Germinate("first", "test", "mlp")]}))
+    loop = make_loop(Script({0: [Germinate(slot="first", reason="test", blueprint="mlp")]}))
     esper.save(loop.grower, tmp_path / "growing.safetensors")
     esper.save(loop.slotted, tmp_path / "slotted.safetensors")
     esper.save(loop.host, tmp_path / "host.safetensors")

@@ -161,7 +161,7 @@ def test_a_validation_loss_that_rises_again_is_a_degradation() -> None:
 
 
 def test_seeds_with_exploding_gradients_are_an_anomaly_of_their_slot() -> None:
-    view = esper.growth.events.SlotView("conv1", "TRAINING", "norm", 0.0, 1, 0.1, None, None, None, 1, 0.0)
+    view = esper.growth.events.SlotView("conv1", 1, "TRAINING", "norm", 0.0, 1, 0.1, None, None, None, 1, 0.0)
     (anomaly,) = GrowthMonitor().see(epoch(1, slots=[view]), uninformed=2.3, memory={})
     assert (anomaly.what, anomaly.subject, anomaly.value) == ("gradient_health", "conv1", 0.1)
 

@@ -241,18 +241,23 @@ def _print_head(summary: Summary) -> None:
 
 def seeds_of(run: Run) -> list[SeedLife]:
     """Return the seeds of a growth run in the order in which they germinated."""
-    from esper.dashboard.data import growth_story
+    from esper.runs.analysis import ledger_of
 
-    found = []
-    for seed in growth_story(run)["seeds"]:
-        measured = seed["contributions"][-1] if seed["contributions"] else {}
-        known = {name: seed[name] for name in ("number", "slot", "blueprint", "born", "ended", "outcome")}
-        found.append(
-            SeedLife(
-                **known, stage=seed["stages"][-1]["stage"], cost_of_removal=measured.get("gain"), rent=measured.get("rent"), why=seed["why"]
-            )
+    return [
+        SeedLife(
+            number=seed.number,
+            slot=seed.slot,
+            blueprint=seed.blueprint,
+            born=seed.born,
+            stage=seed.stage.name,
+            ended=seed.ended,
+            outcome=seed.outcome,
+            cost_of_removal=seed.gain,
+            rent=seed.rent,
+            why=seed.why,
         )
-    return found
+        for seed in ledger_of(run.index).seeds
+    ]
 
 
 def _print_seeds(seeds: Sequence[SeedLife]) -> None:

@@ -29,7 +29,8 @@ from esper.controller.layout import MOVE_NAMES, observe, policy_decision, spec
 from esper.controller.reward import TERMS, HostStanding, potential, rewards
 from esper.fleet.data import TaskTensors
 from esper.fleet.kernels import compiled_kernels
-from esper.growth.lifecycle.ledger import Entry, Refused
+from esper.growth.events import ActionRefused
+from esper.growth.lifecycle.ledger import SeedRecord
 from esper.growth.lifecycle.stages import Decision
 from esper.rl.collector import Staging
 from esper.runs import Event
@@ -186,8 +187,8 @@ class GrowthEnv:
         """Emit the summary of a fleet whose hosts have ended, and of each host if the events of hosts are wanted."""
         if self.config.host_events:
             self._report_hosts(number, twinned, standing)
-        ledgers = [host.host_growth.ledger for host in twinned.fleet.rows[: twinned.hosts]]
-        entries = [entry for ledger in ledgers for entry in ledger.entries]
+        ledgers = [host.lifecycles.ledger for host in twinned.fleet.rows[: twinned.hosts]]
+        seeds = [seed for ledger in ledgers for seed in ledger.seeds]
         self.on_event(
             RoundEnded(
                 task=twinned.setting.cell.source,
@@ -199,18 +200,18 @@ class GrowthEnv:
                 utility=float((standing.gain - standing.rent).mean()),
                 worth=float(potential(standing, self.config.reward).mean()),
                 reward={name: float(term(standing, self.config.reward).mean()) for name, term in TERMS.items()},
-                grown=len(entries),
-                kept=sum(entry.outcome == "kept" for entry in entries),
+                grown=len(seeds),
+                kept=sum(ledger.count("kept") for ledger in ledgers),
                 rollbacks=int(standing.rollbacks.sum()),
                 samples=twinned.fleet.samples_trained,
                 steps=twinned.hosts * (twinned.setting.horizon + 1),
                 memory_per_host=twinned.fleet.memory_per_host().most,
                 recordings=twinned.recordings,
                 kernels=compiled_kernels(),
-                blueprints=count_blueprints(entries, [one for ledger in ledgers for one in ledger.refused]),
+                blueprints=count_blueprints(seeds, [one for ledger in ledgers for one in ledger.refused]),
                 skipped=int(twinned.fleet.skipped_steps[: twinned.hosts].sum()),
                 decisions={name: self._move_counts[number][name] for name in MOVE_NAMES},
-                gflops=sum(row.host_growth.history.flops for row in twinned.fleet.rows) / 1e9,
+                gflops=sum(row.lifecycles.history.flops for row in twinned.fleet.rows) / 1e9,
                 round=self._rounds[number],
                 fleet=number,
             )
@@ -222,7 +223,7 @@ class GrowthEnv:
         before = sum(other.hosts for other in self.twinned_fleets[:number])
         gains, rents = standing.gain.tolist(), standing.rent.tolist()
         for row, setting in enumerate(twinned.host_configs):
-            growth, twin = (twinned.fleet.rows[place].host_growth for place in (row, twinned.twin_of[row]))
+            growth, twin = (twinned.fleet.rows[place].lifecycles for place in (row, twinned.twin_of[row]))
             self.on_event(
                 HostEnded(
                     env=before + row,
@@ -239,8 +240,8 @@ class GrowthEnv:
                     gain=gains[row],
                     rent=rents[row],
                     utility=gains[row] - rents[row],
-                    grown=len(growth.ledger.entries),
-                    kept=sum(entry.outcome == "kept" for entry in growth.ledger.entries),
+                    grown=len(growth.ledger.seeds),
+                    kept=growth.ledger.count("kept"),
                     rollbacks=growth.governor.rollbacks,
                     val_losses=[float(f"{loss:.5g}") for loss in growth.history.val_losses],
                     twin_losses=[float(f"{loss:.5g}") for loss in twin.history.val_losses],
@@ -281,23 +282,23 @@ def _copied(tree: Tree) -> Tree:
     return tree.detach().clone() if isinstance(tree, Tensor) else tree
 
 
-def count_blueprints(entries: Sequence[Entry], refused: Sequence[Refused] = ()) -> dict[str, BlueprintCount]:
+def count_blueprints(seeds: Sequence[SeedRecord], refused: Sequence[ActionRefused] = ()) -> dict[str, BlueprintCount]:
     """Count the outcomes of the seeds in these ledgers and the refused actions, by blueprint. Only blueprints that were tried count."""
     found: dict[str, BlueprintCount] = {}
-    for name in sorted({entry.blueprint for entry in entries}):
-        some = [entry for entry in entries if entry.blueprint == name]
-        ended = [entry for entry in some if entry.outcome in ("pruned", "rolled back")]
-        gains = [entry.gain for entry in some if entry.gain is not None]
+    for name in sorted({seed.blueprint for seed in seeds}):
+        some = [seed for seed in seeds if seed.blueprint == name]
+        ended = [seed for seed in some if not seed.is_present]
+        gains = [seed.gain for seed in some if seed.gain is not None]
         found[name] = BlueprintCount(
             tried=len(some),
-            kept=sum(entry.outcome == "kept" for entry in some),
+            kept=sum(seed.outcome == "kept" for seed in some),
             pruned=len(ended),
-            parameters=sum(entry.parameters for entry in some),
+            parameters=sum(seed.parameters for seed in some),
             gain=fmean(gains) if gains else None,
             measured=len(gains),
-            rolled_back=sum(entry.outcome == "rolled back" for entry in some),
-            flops=sum(entry.flops for entry in some),
-            reasons=Counter(without_numbers(entry.why) for entry in ended),
+            rolled_back=sum(seed.outcome == "rolled back" for seed in some),
+            flops=sum(seed.flops for seed in some),
+            reasons=Counter(without_numbers(seed.why) for seed in ended),
             refused=Counter(f"{one.action}: {without_numbers(one.reason)}" for one in refused if one.blueprint == name),
         )
     return found

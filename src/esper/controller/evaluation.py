@@ -125,8 +125,8 @@ def _run_in_one_fleet(eval_setting: EvalSetting, cases: Sequence[EvalCase], on_p
         rows = list(dict.fromkeys((*rows, *decisions)))
         for row in rows:
             if groups[row][0].is_static:  # fossilize its seeds at once, without the gate that needs a measurement
-                lifecycles = fleet.rows[row].host_growth.lifecycles
-                for name in [name for name in lifecycles.living() if lifecycles.backends[name].life.stage is Stage.HOLDING]:
+                lifecycles = fleet.rows[row].lifecycles
+                for name in [name for name in lifecycles.living() if lifecycles.slots[name].stage is Stage.HOLDING]:
                     lifecycles.fossilize(name, "a part of the network from the start")
         on_progress(sum(len(groups[row]) for row in rows))
         rows = fleet.advance()
@@ -185,8 +185,8 @@ def _effect(decision: Decision, rent: RentConfig) -> object:
 
 def _result(eval_setting: EvalSetting, fleet: Fleet, row: int, case: EvalCase, test_loss: float, val_loss: float) -> EvalRun:
     """Return the result of one host of a finished fleet."""
-    host_growth = fleet.rows[row].host_growth
-    added, entries = host_growth.lifecycles.added(), host_growth.ledger.entries
+    lifecycles = fleet.rows[row].lifecycles
+    added, seeds = lifecycles.added(), lifecycles.ledger.seeds
     return EvalRun(
         task=eval_setting.task.name,
         host=eval_setting.host,
@@ -197,14 +197,14 @@ def _result(eval_setting: EvalSetting, fleet: Fleet, row: int, case: EvalCase, t
         steps=case.setting.horizon * fleet.steps_per_decision,
         test_loss=test_loss,
         val_loss=val_loss,
-        parameters=host_growth.lifecycles.host.parameters,
+        parameters=lifecycles.host.parameters,
         added_parameters=added.parameters,
-        flops_per_sample=host_growth.lifecycles.host.flops,
+        flops_per_sample=lifecycles.host.flops,
         added_flops=added.flops,
-        total_flops=host_growth.history.flops - (0 if case.is_measured else fleet.rows[row].validation_flops),
-        grown=len(entries),
-        kept=[(name, str(backend.life.blueprint)) for name, backend in host_growth.lifecycles.occupied()],
-        rollbacks=host_growth.governor.rollbacks,
-        unit=host_growth.lifecycles.unit,
-        trace=[f"{entry.born} {entry.slot} {entry.blueprint} {entry.outcome}" for entry in entries],
+        total_flops=lifecycles.history.flops - (0 if case.is_measured else fleet.rows[row].validation_flops),
+        grown=len(seeds),
+        kept=[(name, str(backend.blueprint)) for name, backend in lifecycles.occupied()],
+        rollbacks=lifecycles.governor.rollbacks,
+        unit=lifecycles.unit,
+        trace=[f"{seed.born} {seed.slot} {seed.blueprint} {seed.outcome}" for seed in seeds],
     )

@@ -120,7 +120,7 @@ class FleetWithTwins:
     def standing(self) -> HostStanding:
         """Return the standing of the hosts, by the validation losses after the last training segment."""
         start = self.task.uninformed_loss
-        twins = {row: _without_nonfinite(self.fleet.rows[row].host_growth.history.val_losses, start)[-1] for row in set(self.twin_of)}
+        twins = {row: _without_nonfinite(self.fleet.rows[row].lifecycles.history.val_losses, start)[-1] for row in set(self.twin_of)}
         return self._standing(self.states(), [twins[row] for row in self.twin_of])
 
     def last_standing(self) -> HostStanding:

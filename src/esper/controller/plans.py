@@ -39,7 +39,7 @@ class Move:
         return total(candidate.cost for _, candidate in self.choices)
 
     def germinate(self, reason: str) -> list[Action]:
-        return [Germinate(slot.place.name, reason, candidate.blueprint) for slot, candidate in self.choices]
+        return [Germinate(slot=slot.place.name, reason=reason, blueprint=candidate.blueprint) for slot, candidate in self.choices]
 
 
 NOTHING = Move("nothing")

@@ -18,7 +18,7 @@ import msgspec
 
 from esper.dashboard.series import CHANGING, config_of, series_columns, win_rate_ends
 from esper.files import printable, user_cache
-from esper.runs.analysis import ANALYSIS, blueprint_rows, how_measured, read_analysis, seeds_of, slots_in_order
+from esper.runs.analysis import ANALYSIS, blueprint_rows, how_measured, ledger_of, read_analysis, slots_in_order
 from esper.runs.catalog import LABELS, Run, differing_settings, find_runs, keep_summaries, settings_of
 from esper.runs.compare import NOT_COMPARED, compare_opened, seed_of
 from esper.runs.controller_story import ControllerStory, joined_calibration
@@ -370,7 +370,7 @@ def growth_story(run: Run, twin: Run | None = None) -> dict[str, Any]:
     index = run.index
     started = (index.events("growth_started") or [{}])[-1]
     epochs = index.events("epoch_ended")
-    seeds = seeds_of([*index.events("stage_entered"), *index.events("measured"), *epochs, *index.events("rolled_back")])
+    seeds = [seed.as_dict() for seed in ledger_of(index).seeds]
     last = {view["slot"]: view for view in epochs[-1]["slots"]} if epochs else {}
     empty = {"stage": "DORMANT", "blueprint": None, "alpha": 0.0}
     if not last:  # at the level minimal, only the stages are known

@@ -9,7 +9,7 @@
     fleet.finish(range(32))
     losses = fleet.losses(task.test)                   # of every host, with the seeds it has kept
 
-Every host has a `HostGrowth` of `esper.growth`, with the same lifecycles, gates, governor and ledger as a model grown alone. Its tensors
+Every host has a `Lifecycles` of `esper.growth`, with the same lifecycles, gates, governor and ledger as a model grown alone. Its tensors
 are rows of stacked tensors. The rows that `advance` returns include hosts whose horizon has just ended: these get one last decision, about
 the seeds to keep. After it a host is frozen and costs nothing until it is reset. With a `patience` in the growth config, a host also ends
 when its validation loss has reached a plateau and no seed is growing after the decision.
@@ -57,8 +57,10 @@ from esper.growth.config import GrowthConfig, RentConfig
 from esper.growth.events import Probed
 from esper.growth.host.layout import Place
 from esper.growth.host.slotted import add_slots
+from esper.growth.lifecycle.decisions import growth_state
 from esper.growth.lifecycle.governor import LossRange
-from esper.growth.lifecycle.host_growth import HostGrowth, chunk_means
+from esper.growth.lifecycle.history import chunk_means
+from esper.growth.lifecycle.lifecycles import Lifecycles
 from esper.growth.lifecycle.stages import Decision, GrowthState, Stage
 from esper.growth.measure.contribution import Losses
 from esper.growth.measure.probe import Promises
@@ -258,7 +260,7 @@ class Fleet:
         """Change the rent of a host from now on."""
         host = self.rows[row]
         host.setting = msgspec.structs.replace(host.setting, rent=rent)
-        host.host_growth.set_rent(rent)
+        host.lifecycles.set_rent(rent)
 
     def _new_host(self, row: int, setting: HostConfig) -> Host:
         """Make the Python object of a new host. Its tensors are not touched."""
@@ -267,7 +269,7 @@ class Fleet:
             if not storage.place.earlier:
                 RowBackend(storage.place, self._open_slot, row, backends)
         growth = msgspec.structs.replace(self.growth, rent=setting.rent, seed=setting.growth_seed)
-        host_growth = HostGrowth(
+        lifecycles = Lifecycles(
             backends,
             growth,
             host=self.discovery.host,
@@ -276,9 +278,9 @@ class Fleet:
             samples=self._samples_unless_one_pass(row),
             scale=LossRange.of(self.task.uninformed_loss, loss_range=growth.loss_range, readout=self._readout),
         )
-        recovery = RowRecovery(row, host_growth.lifecycles, host_growth.governor, self._pending, self.growth.governor.keep)
-        best_states = RowBestStates(row, host_growth.ledger, self._pending_best) if self.config.keep == "best" else None
-        return Host(setting, host_growth, recovery, best_states)
+        recovery = RowRecovery(row, lifecycles, self._pending)
+        best_states = RowBestStates(row, lifecycles.ledger, self._pending_best) if self.config.keep == "best" else None
+        return Host(setting, lifecycles, recovery, best_states)
 
     @cached_property
     def _readout(self) -> float | None:
@@ -310,7 +312,7 @@ class Fleet:
 
     def state(self, row: int) -> GrowthState:
         """Return the state of a host as a controller sees it."""
-        return self.rows[row].host_growth.state(learning_rate=self.rows[row].rate(self.config.schedule))
+        return growth_state(self.rows[row].lifecycles, learning_rate=self.rows[row].rate(self.config.schedule))
 
     def decide(self, decisions: Mapping[int, Decision], *, by: str = "controller") -> None:
         """Carry out a decision for each of these rows.
@@ -320,7 +322,7 @@ class Fleet:
         """
         self._check_rows(decisions)
         for row, decision in decisions.items():
-            slots = self.rows[row].host_growth.lifecycles.backends
+            slots = self.rows[row].lifecycles.slots
             for action in decision.actions:
                 if action.slot not in slots:
                     raise FleetError(f"no slot named {action.slot!r} where something could grow; these hosts have {', '.join(slots)}")
@@ -332,7 +334,7 @@ class Fleet:
         """Pass the new events of these hosts to `on_event`, apart from those of probes."""
         for row in rows:
             events: list[Event] = []
-            self.rows[row].host_growth.tell(events.append)
+            self.rows[row].lifecycles.tell(events.append)
             for event in events:
                 if not isinstance(event, Probed):
                     self.on_event(msgspec.structs.replace(event, env=row))
@@ -346,7 +348,7 @@ class Fleet:
         """End the training of these hosts: prune all seeds that were not kept, and restore the best states with `keep="best"`."""
         over = list(rows)
         for row in over:
-            lifecycles = self.rows[row].host_growth.lifecycles
+            lifecycles = self.rows[row].lifecycles
             for name in lifecycles.living():
                 lifecycles.prune(name, "the training is over and it has not earned its place")
         if self.config.keep == "best":
@@ -375,7 +377,7 @@ class Fleet:
             found = reading.read()  # the only wait for the device
         for name, seeds in plan.seed_batches.items():
             for slot, position, norms, skipped in seeds.by_seed(found[f"norms of {name}"], found[f"skipped of {name}"]):
-                backend = self.rows[rows[position]].host_growth.lifecycles.backends[slot]
+                backend = self.rows[rows[position]].lifecycles.slots[slot]
                 backend.norms, backend.skipped = norms, skipped
         self._end_epoch(rows, found, trials, self._promises(plan, found))
         self._emit_events(rows)
@@ -396,7 +398,7 @@ class Fleet:
         settings = self.growth.seed_optimizer
         if settings.max_grad_norm is not None:
             # The limit is given in units of the loss. All hosts have the same task, and so the same unit.
-            unit = self.rows[plan.rows[0]].host_growth.lifecycles.unit
+            unit = self.rows[plan.rows[0]].lifecycles.unit
             settings = msgspec.structs.replace(settings, max_grad_norm=settings.max_grad_norm * unit)
         return TrainSegment(self.host, self.data, plan, settings, self._repeat)
 
@@ -435,7 +437,7 @@ class Fleet:
         return StackedModel(self.host.stacked, tensors, stacked_seeds, self._precision, arrangement=arrangement)
 
     def _lifecycles(self, rows: Sequence[int]) -> AllLifecycles:
-        return [(row, self.rows[row].host_growth.lifecycles) for row in rows]
+        return [(row, self.rows[row].lifecycles) for row in rows]
 
     def losses(self, split: Split) -> Tensor:
         """Return the mean loss of every host on a split [N], in nats, on the CPU. Seeds that are not kept are left out."""
@@ -452,8 +454,8 @@ class Fleet:
         """
         kept: dict[str, list[int]] = defaultdict(list)
         for row, host in enumerate(self.rows):
-            for slot, backend in host.host_growth.lifecycles.occupied():
-                if backend.life.stage is Stage.FOSSILIZED:
+            for slot, backend in host.lifecycles.occupied():
+                if backend.stage is Stage.FOSSILIZED:
                     kept[slot].append(row)
         with self._on_device():
             return contributions(self.stacked_model(range(self.hosts), only_kept=True), self.samples, kept)
@@ -467,7 +469,7 @@ class Fleet:
         stacked_model = self.stacked_model(rows)
         trials: dict[str, list[int]] = defaultdict(list)
         for position, row in enumerate(rows):
-            on_trial = self.rows[row].host_growth.on_trial()
+            on_trial = self.rows[row].lifecycles.on_trial()
             for slot in on_trial:
                 trials[slot].append(position)
             self.rows[row].note_validation(samples=len(self.samples), passes=1 + len(on_trial))
@@ -533,7 +535,7 @@ class Fleet:
                 saved_tensor = state["tensors"].get(name)
                 tensor.copy_(fitted(None if saved_tensor is None else saved_tensor.to(tensor), tensor))
         self._snapshots.load_state_dict(state["snapshots"])
-        self._best.load_state_dict(state.get("best", {}))  # missing in files of earlier versions
+        self._best.load_state_dict(state["best"])
         self.data.load_state_dict(state["data"])
         self.samples_trained = state["samples_trained"]
 

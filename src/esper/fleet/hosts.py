@@ -26,14 +26,12 @@ from torch.nn import functional as F
 from esper.devices import upload
 from esper.fleet.config import HostConfig
 from esper.gradients import GradientStats
-from esper.growth.events import BestRestored
 from esper.growth.host.layout import Place
-from esper.growth.lifecycle.backend import Life, SeedPlan, SlotBackend
-from esper.growth.lifecycle.governor import Governor
-from esper.growth.lifecycle.host_growth import HostGrowth
+from esper.growth.lifecycle.backend import SeedPlan, SlotBackend, SlotRecord
+from esper.growth.lifecycle.decisions import carry_out
 from esper.growth.lifecycle.ledger import Ledger
-from esper.growth.lifecycle.recovery import BestStates, Snapshot, SnapshotHistory
-from esper.growth.lifecycle.slots import SlotLifecycles
+from esper.growth.lifecycle.lifecycles import Lifecycles
+from esper.growth.lifecycle.snapshots import BestStates, Snapshot, SnapshotHistory
 from esper.growth.lifecycle.stages import Contribution, Decision, Stage
 from esper.growth.measure.contribution import Losses, gain_of
 from esper.growth.measure.probe import Key, Promises
@@ -111,7 +109,7 @@ class RowBackend(SlotBackend):
         """Return the inputs and outputs that kept width seeds have added to modules of the host."""
         connected = [backend for backend in self._beside.values() if backend.wide and backend.is_connected]
         connected.sort(key=lambda backend: backend.order)
-        return kept_units((backend.wide, backend.life.stage is Stage.FOSSILIZED) for backend in connected)
+        return kept_units((backend.wide, backend.stage is Stage.FOSSILIZED) for backend in connected)
 
     def place_now(self) -> Place:
         kept = self._kept_units()
@@ -154,11 +152,11 @@ class RowBackend(SlotBackend):
             return self.seed_state() | {"norms": [], "skipped": 0}
         return {"has_seed": False, "is_connected": False, "alpha": 0.0, "norms": [], "skipped": 0, "wide": [], "order": 0}
 
-    def load_seed_state(self, state: dict[str, Any], life: Life) -> None:
+    def load_seed_state(self, state: dict[str, Any], record: SlotRecord) -> None:
         self._has_seed, self._is_connected, self._alpha = state["has_seed"], state["is_connected"], state["alpha"]
         self.norms = list(state["norms"])
-        self.skipped = state.get("skipped", 0)  # older files do not have this, nor what follows
-        self.wide, self.order = msgspec.convert(state.get("wide", ()), tuple[WidePlan, ...]), state.get("order", 0)
+        self.skipped = state["skipped"]
+        self.wide, self.order = msgspec.convert(state["wide"], tuple[WidePlan, ...]), state["order"]
 
 
 class RowSnapshots:
@@ -234,9 +232,9 @@ class RowRecovery(SnapshotHistory):
     Copies on the device are only requested here, in `pending`; `PendingCopies.carry_out` makes them.
     """
 
-    def __init__(self, row: int, lifecycles: SlotLifecycles[RowBackend], governor: Governor, pending: PendingCopies, keep: int) -> None:
-        super().__init__(keep)
-        self.row, self.lifecycles, self.governor, self.pending = row, lifecycles, governor, pending
+    def __init__(self, row: int, lifecycles: Lifecycles[RowBackend], pending: PendingCopies) -> None:
+        super().__init__(lifecycles.config.governor.keep)
+        self.row, self.lifecycles, self.pending = row, lifecycles, pending
         self.is_finite = True  # whether all trained weights are finite; the fleet writes it
         self.clock = 0  # decisions counted by the learning-rate schedule; a rollback sets it back
 
@@ -248,8 +246,8 @@ class RowRecovery(SnapshotHistory):
     def take_snapshot(self) -> None:
         """Take a snapshot, unless weights are not finite. Losses can look healthy even then, but a rollback to such weights is no use."""
         if self.is_finite:
-            # The key "garden" is older than the name `lifecycles`; saved fleets have it.
-            state = {"garden": self.lifecycles.state_dict(), "governor": self.governor.loss_state(), "clock": self.clock}
+            governor = self.lifecycles.governor.loss_state()
+            state = {"slots": self.lifecycles.slots_state(), "governor": governor, "clock": self.clock}
             self.take(state, epoch=self.lifecycles.epoch)
 
     def _store(self, state: dict[str, Any], over: dict[str, Any] | None) -> dict[str, Any]:
@@ -262,8 +260,8 @@ class RowRecovery(SnapshotHistory):
     def go_back(self, *, is_repeated: bool) -> int:
         """Return to the newest snapshot, or to the one before it where the rollback `is_repeated`. Return the epoch of the snapshot."""
         snapshot = self.to_restore(is_repeated=is_repeated)
-        self.lifecycles.load_state_dict(snapshot.state["garden"])
-        self.governor.load_loss_state(snapshot.state["governor"])
+        self.lifecycles.load_slots(snapshot.state["slots"])
+        self.lifecycles.governor.load_loss_state(snapshot.state["governor"])
         self.clock = snapshot.state["clock"]
         self.pending.restores[self.row] = snapshot.state["copy"]
         self.drop_after(snapshot)
@@ -287,11 +285,11 @@ class RowBestStates(BestStates):
         super().__init__(ledger)
         self.row, self.pending = row, pending
 
-    def note(self, lifecycles: SlotLifecycles[RowBackend], val_loss: float) -> None:
+    def note(self, lifecycles: Lifecycles[RowBackend], val_loss: float) -> None:
         """Hold the present state if it may turn out to be the best one. Its weights must be finite."""
         new = self.candidate(lifecycles, val_loss, {})
         if new is not None:
-            self.take(replace(new, state={"garden": lifecycles.state_if_kept()}))
+            self.take(replace(new, state={"slots": lifecycles.slots_if_kept()}))
 
     def _store(self, state: dict[str, Any], over: dict[str, Any] | None) -> dict[str, Any]:
         taken = {one.state["copy"] for one in self._states}
@@ -320,7 +318,7 @@ class Host:
     """One host of a fleet without its tensors."""
 
     setting: HostConfig
-    host_growth: HostGrowth[RowBackend]
+    lifecycles: Lifecycles[RowBackend]
     recovery: RowRecovery
     best_states: RowBestStates | None  # None: the result is the last state
     is_given_up: bool = False  # because the governor rolled it back too many times in a row
@@ -332,13 +330,13 @@ class Host:
     @property
     def is_over(self) -> bool:
         """Whether it does not train: never reset, given up, at its horizon, or at a plateau."""
-        has_ended = self.is_given_up or not self.recovery.has_begun or self.host_growth.epoch >= self.setting.horizon
-        return has_ended or self.host_growth.is_stuck()
+        has_ended = self.is_given_up or not self.recovery.has_begun or self.lifecycles.epoch >= self.setting.horizon
+        return has_ended or self.lifecycles.is_stuck()
 
     @property
     def spent_flops(self) -> int:
         """FLOPs of training spent on seeds that were pruned or rolled back."""
-        gone = {entry.number for entry in self.host_growth.ledger.entries if entry.outcome in ("pruned", "rolled back")}
+        gone = {seed.number for seed in self.lifecycles.ledger.seeds if not seed.is_present}
         return sum(flops for number, flops in self.seed_flops.items() if number in gone)
 
     def rate(self, schedule: str) -> float:
@@ -349,27 +347,27 @@ class Host:
 
     def decide(self, decision: Decision, *, by: str) -> None:
         """Carry out a decision, as far as the gates allow."""
-        self.host_growth.carry_out(decision, by=by)
-        self.wants_probe = decision.probe and not self.host_growth.is_over
+        carry_out(self.lifecycles, decision, by=by)
+        self.wants_probe = decision.probe and not self.lifecycles.is_over
         self.not_probed = decision.not_probed
 
     # Recording
 
     def note_steps(self, steps: int, *, samples: int, probe_flops: int) -> None:
         """Record training steps: `samples` is the number of samples in all steps, `probe_flops` the cost of probing in them."""
-        lifecycles = self.host_growth.lifecycles
-        self.host_growth.history.note_steps(steps, samples=samples, flops=samples * self._step_flops() + probe_flops)
+        lifecycles = self.lifecycles
+        lifecycles.history.note_steps(steps, samples=samples, flops=samples * self._step_flops() + probe_flops)
         self.recovery.clock += 1
         for name, backend in lifecycles.occupied():
-            assert backend.life.number is not None
+            assert backend.record.number is not None
             flops = 3 * samples * lifecycles.cost(name).flops  # forward and backward pass
-            self.seed_flops[backend.life.number] = self.seed_flops.get(backend.life.number, 0) + flops
+            self.seed_flops[backend.record.number] = self.seed_flops.get(backend.record.number, 0) + flops
 
     def _step_flops(self) -> int:
         """Return the FLOPs of one training step per sample. A backward pass costs twice a forward pass."""
-        lifecycles = self.host_growth.lifecycles
+        lifecycles = self.lifecycles
         flops = 3 * (lifecycles.host.flops + lifecycles.connected().flops)
-        in_shadow = [(name, backend) for name, backend in lifecycles.backends.items() if backend.life.stage is Stage.TRAINING]
+        in_shadow = [(name, backend) for name, backend in lifecycles.slots.items() if backend.stage is Stage.TRAINING]
         if in_shadow:
             # The second pass: forward through the whole host, backward as far as the first slot in the shadow, and the seeds themselves.
             behind = in_shadow[0][1].place.flops_behind
@@ -378,9 +376,9 @@ class Host:
 
     def note_validation(self, *, samples: int, passes: int) -> None:
         """Record `passes` forward passes over `samples` validation samples."""
-        lifecycles = self.host_growth.lifecycles
+        lifecycles = self.lifecycles
         flops = passes * samples * (lifecycles.host.flops + lifecycles.connected().flops)
-        self.host_growth.history.flops += flops
+        self.lifecycles.history.flops += flops
         self.validation_flops += flops
 
     def end_epoch(self, chunks: list[float], validation: Losses, without: Mapping[str, Losses], promises: Promises | None) -> None:
@@ -389,44 +387,41 @@ class Host:
         `chunks` are mean training losses, `validation` the losses with all connected seeds, and `without` maps a slot with a seed on trial
         to the losses without that seed.
         """
-        host_growth = self.host_growth
+        lifecycles = self.lifecycles
         measured = {}
         if validation.are_finite:
-            confidences = host_growth.on_trial()
+            confidences = lifecycles.on_trial()
             gains = {slot: gain_of(losses, validation, confidence=confidences[slot]) for slot, losses in without.items()}
-            measured = {slot: Contribution(gain, host_growth.epoch + 1) for slot, gain in gains.items()}
-        verdict = host_growth.verdict(chunks, validation.mean)
-        host_growth.end_epoch(chunks, validation.mean, measured, promises)
+            measured = {slot: Contribution(gain, lifecycles.epoch + 1) for slot, gain in gains.items()}
+        verdict = lifecycles.verdict(chunks, validation.mean)
+        lifecycles.end_epoch(chunks, validation.mean, measured, promises)
         self.wants_probe = False
         if verdict.is_disaster:
-            host_growth.go_back(verdict.reason, self.recovery)
-            self.is_given_up = host_growth.governor.rollbacks_in_a_row > host_growth.config.governor.max_rollbacks
+            lifecycles.go_back(verdict.reason, self.recovery)
+            self.is_given_up = lifecycles.governor.rollbacks_in_a_row > lifecycles.config.governor.max_rollbacks
         else:
-            host_growth.settle(verdict, chunks, self.recovery)
+            lifecycles.settle(verdict, chunks, self.recovery)
             if self.best_states is not None and self.recovery.is_finite:
-                self.best_states.note(host_growth.lifecycles, validation.mean)
+                self.best_states.note(lifecycles, validation.mean)
 
     def restore_best(self, last_loss: float) -> None:
         """Go back to the best state, unless the present one, with a validation loss of `last_loss`, is at least as good."""
-        best, growth = None if self.best_states is None else self.best_states.best(), self.host_growth
+        best = None if self.best_states is None else self.best_states.best()
         if self.best_states is None or best is None or last_loss <= best.val_loss:
             return
-        growth.lifecycles.load_state_dict(best.state["garden"])
+        self.lifecycles.load_slots(best.state["slots"])
         self.best_states.pending.restores[self.best_states.row] = best.state["copy"]
-        left_out = growth.lifecycles.note_left_out(self.best_states.why_left_out(best))
-        growth.emit(
-            BestRestored(epoch=best.epoch, val_loss=best.val_loss, last_epoch=growth.epoch, last_val_loss=last_loss, left_out=left_out)
-        )
+        why = self.best_states.why_left_out(best)
+        self.lifecycles.note_restored(best.epoch, why, val_loss=best.val_loss, last_val_loss=last_loss)
 
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "setting": msgspec.to_builtins(self.setting),
-            # The keys "plot", "garden" and "judge" are older than the names in this file; saved fleets have them.
-            "plot": self.host_growth.state_dict(),
-            "garden": self.host_growth.lifecycles.state_dict(),
-            "judge": self.host_growth.governor.state_dict(),
+            "lifecycles": self.lifecycles.state_dict(),
+            "slots": self.lifecycles.slots_state(),
+            "governor": self.lifecycles.governor.state_dict(),
             "recovery": self.recovery.state_dict(),
             "best_states": [] if self.best_states is None else self.best_states.state_dict(),
             "is_given_up": self.is_given_up,
@@ -437,13 +432,13 @@ class Host:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.host_growth.load_state_dict(state["plot"])
-        self.host_growth.lifecycles.load_state_dict(state["garden"])
-        self.host_growth.governor.load_state_dict(state["judge"])
+        self.lifecycles.load_state_dict(state["lifecycles"])
+        self.lifecycles.load_slots(state["slots"])
+        self.lifecycles.governor.load_state_dict(state["governor"])
         self.recovery.load_state_dict(state["recovery"])
         if self.best_states is not None:
-            self.best_states.load_state_dict(state.get("best_states", []))  # missing in files of earlier versions
+            self.best_states.load_state_dict(state["best_states"])
         self.is_given_up, self.wants_probe = state["is_given_up"], state["wants_probe"]
-        self.not_probed = frozenset((slot, blueprint) for slot, blueprint in state.get("not_probed", []))  # missing in earlier versions
+        self.not_probed = frozenset((slot, blueprint) for slot, blueprint in state["not_probed"])
         self.validation_flops = state["validation_flops"]
         self.seed_flops = {number: flops for number, flops in state["seed_flops"]}

@@ -25,7 +25,8 @@ from esper.fleet.stacked_model import Arrangement, StackedModel
 from esper.fleet.width import WidthKind, statistics_of
 from esper.gradients import NoLossScales
 from esper.growth.host.layout import CPU
-from esper.growth.lifecycle.slots import SlotLifecycles
+from esper.growth.lifecycle.decisions import slot_states
+from esper.growth.lifecycle.lifecycles import Lifecycles
 from esper.growth.lifecycle.stages import Cost
 from esper.growth.measure.probe import STEPS_ALONG, Key, Promises, clip_scale, evaluated, flops_of_asking, portions, signal_scale
 from esper.growth.seeds.blueprints import build_branch, cost_of, get_blueprint
@@ -145,11 +146,11 @@ def probes_of(seed_storages: SeedStorages, asking: Mapping[int, Host], steps: in
     groups: dict[range, dict[int, tuple[Key, ...]]] = defaultdict(dict)
     changing: dict[range, set[int]] = defaultdict(set)
     for position, host in asking.items():
-        host_growth = host.host_growth
-        length, lifecycles = host_growth.history.length, host_growth.lifecycles
+        lifecycles = host.lifecycles
+        length = lifecycles.history.length
         keys = [key for key in _candidates(lifecycles) if key not in host.not_probed]
         costs = evaluated({key: _cost(lifecycles, *key) for key in keys}, lifecycles.host)
-        plan = portions(costs, lifecycles.host, probe_steps=host_growth.config.probe_steps, length=length)
+        plan = portions(costs, lifecycles.host, probe_steps=lifecycles.config.probe_steps, length=length)
         first = 0 if length is None else max(steps - sum(portion.steps for portion in plan), 0)
         for number, portion in enumerate(plan):
             if window := range(first, min(first + portion.steps, steps)):
@@ -159,20 +160,21 @@ def probes_of(seed_storages: SeedStorages, asking: Mapping[int, Host], steps: in
                 if has_wide and len(window) == portion.steps:
                     changing[window].add(position)
             first += portion.steps
-    all_lifecycles = {position: host.host_growth.lifecycles for position, host in asking.items()}
+    all_lifecycles = {position: host.lifecycles for position, host in asking.items()}
     return [RowProbe(seed_storages, all_lifecycles, asked, changing[window], window=window) for window, asked in groups.items()]
 
 
-def _candidates(lifecycles: SlotLifecycles[RowBackend]) -> Iterator[Key]:
+def _candidates(lifecycles: Lifecycles[RowBackend]) -> Iterator[Key]:
     """Yield slot and blueprint of every candidate that may germinate now."""
+    states = {state.place.name: state for state in slot_states(lifecycles)}
     for slot in lifecycles.options:  # in the order in which a model alone asks
-        for candidate in lifecycles.view(slot, {}).candidates:
+        for candidate in states[slot].candidates:
             yield slot, candidate.blueprint
 
 
-def _cost(lifecycles: SlotLifecycles[RowBackend], slot: str, blueprint: str) -> Cost:
+def _cost(lifecycles: Lifecycles[RowBackend], slot: str, blueprint: str) -> Cost:
     """Return the cost of a candidate, without a gate: that does not take part in a probe."""
-    return cost_of(get_blueprint(blueprint), lifecycles.backends[slot].place_now())
+    return cost_of(get_blueprint(blueprint), lifecycles.slots[slot].place_now())
 
 
 class RowProbe:
@@ -187,7 +189,7 @@ class RowProbe:
     def __init__(
         self,
         seed_storages: SeedStorages,
-        all_lifecycles: Mapping[int, SlotLifecycles[RowBackend]],
+        all_lifecycles: Mapping[int, Lifecycles[RowBackend]],
         asked: Mapping[int, Sequence[Key]],
         changing: Collection[int],
         *,
@@ -201,7 +203,7 @@ class RowProbe:
         for position, keys in asked.items():
             lifecycles = all_lifecycles[position]
             for slot, blueprint in keys:
-                kind = seed_storages[slot].kind(blueprint, lifecycles.backends[slot].plan(blueprint))
+                kind = seed_storages[slot].kind(blueprint, lifecycles.slots[slot].plan(blueprint))
                 self._positions[(slot, blueprint), kind].append(position)
                 self.flops[position] += flops_of_asking(_cost(lifecycles, slot, blueprint).flops)
         self._hosts: dict[str, set[int]] = defaultdict(set)  # slot -> hosts whose activations are caught
@@ -299,7 +301,7 @@ class _Trial:
     """
 
     def __init__(
-        self, slot: str, storage: SeedStorage, positions: list[int], lifecycles: Sequence[SlotLifecycles[RowBackend]], live: int
+        self, slot: str, storage: SeedStorage, positions: list[int], lifecycles: Sequence[Lifecycles[RowBackend]], live: int
     ) -> None:
         self.slot, self.positions = slot, positions
         # All hosts have the same limit, and the same task, so the same unit of the loss.
@@ -338,7 +340,7 @@ class _BranchTrial(_Trial):
         seed_kind: SeedKind,
         storage: SeedStorage,
         positions: list[int],
-        lifecycles: Sequence[SlotLifecycles[RowBackend]],
+        lifecycles: Sequence[Lifecycles[RowBackend]],
     ) -> None:
         self._seed_kind = seed_kind
         self._weights = _draw_weights(seed_kind, [one.config.seed for one in lifecycles])
@@ -369,7 +371,7 @@ class _WideTrial(_Trial):
         kind: WidthKind,
         storage: SeedStorage,
         positions: list[int],
-        lifecycles: Sequence[SlotLifecycles[RowBackend]],
+        lifecycles: Sequence[Lifecycles[RowBackend]],
         places: list[int],
         *,
         order: int,

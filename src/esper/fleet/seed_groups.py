@@ -37,7 +37,7 @@ from esper.fleet.width import WidthKind
 from esper.growth.config import GrowthConfig, SeedOptimizerConfig
 from esper.growth.host.layout import CPU, Place
 from esper.growth.lifecycle.backend import SeedPlan
-from esper.growth.lifecycle.slots import SlotLifecycles, options_for
+from esper.growth.lifecycle.lifecycles import Lifecycles, options_for
 from esper.growth.lifecycle.stages import Stage
 from esper.growth.seeds.blueprints import get_blueprint, live_parameters
 from esper.growth.seeds.seed import Blending, Seed, WidePlan
@@ -436,7 +436,7 @@ class SeedBatch:
 
 SeedStorages = Mapping[str, SeedStorage]  # slot -> storage, in the order in which the slots run
 # (row in the fleet, lifecycles) of the hosts that compute together; the position of a host is its index in this sequence
-AllLifecycles = Sequence[tuple[int, SlotLifecycles[RowBackend]]]
+AllLifecycles = Sequence[tuple[int, Lifecycles[RowBackend]]]
 SeedKinds = Mapping[str, Mapping[str, AnyKind]]  # slot -> blueprint -> kind of seed
 
 
@@ -479,7 +479,7 @@ def seed_batches_of(seed_storages: SeedStorages, all_lifecycles: AllLifecycles, 
     placed: dict[tuple[str, AnyKind, bool], list[Placed]] = defaultdict(list)
     for position, (row, lifecycles) in enumerate(all_lifecycles):
         for slot, backend, alphas in _alphas(lifecycles, steps):
-            kind = seed_storages[slot].kind(str(backend.life.blueprint), backend.wide)
+            kind = seed_storages[slot].kind(str(backend.blueprint), backend.wide)
             placed[slot, kind, backend.is_connected].append(Placed(row, position, backend.order, alphas))
     # One group per slot, kind and way of learning, in the order in which the slots run.
     groups: dict[bool, list[SeedGroup]] = {True: [], False: []}
@@ -494,14 +494,14 @@ def stacked_seeds_of(seed_storages: SeedStorages, all_lifecycles: AllLifecycles,
     placed: dict[tuple[str, AnyKind], list[Placed]] = defaultdict(list)
     for position, (row, lifecycles) in enumerate(all_lifecycles):
         for slot, backend in lifecycles.occupied():
-            if backend.is_connected and (not only_kept or backend.life.stage is Stage.FOSSILIZED):
-                kind = seed_storages[slot].kind(str(backend.life.blueprint), backend.wide)
+            if backend.is_connected and (not only_kept or backend.stage is Stage.FOSSILIZED):
+                kind = seed_storages[slot].kind(str(backend.blueprint), backend.wide)
                 placed[slot, kind].append(Placed(row, position, backend.order, [backend.alpha]))
     groups = [SeedGroup.of(slot, seed_storages[slot], kind, seeds) for (slot, kind), seeds in placed.items()]
     return [group.stacked(group.read("weights"), group.read("buffers"), group.alphas[0], hosts=len(all_lifecycles)) for group in groups]
 
 
-def _alphas(lifecycles: SlotLifecycles[RowBackend], steps: int) -> Iterable[tuple[str, RowBackend, list[float]]]:
+def _alphas(lifecycles: Lifecycles[RowBackend], steps: int) -> Iterable[tuple[str, RowBackend, list[float]]]:
     """Return (slot, backend, alpha in each of the coming steps) of every seed of a host.
 
     Advances the blending by these steps.
@@ -509,7 +509,7 @@ def _alphas(lifecycles: SlotLifecycles[RowBackend], steps: int) -> Iterable[tupl
     backends = dict(lifecycles.occupied())
     alphas = {name: [backend.alpha] * steps for name, backend in backends.items()}
     # If a seed is blending, advance all alphas step by step, and note the value before every step.
-    if any(backend.life.ramp is not None for backend in backends.values()):
+    if any(backend.record.ramp is not None for backend in backends.values()):
         for step in range(steps):
             for name, backend in backends.items():
                 alphas[name][step] = backend.alpha

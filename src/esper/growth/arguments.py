@@ -37,7 +37,8 @@ from torch.optim.lr_scheduler import (
 from esper.growth.batches import with_article
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.host.slotted import Slotted
-from esper.growth.lifecycle.slots import AnyBackend, SlotLifecycles
+from esper.growth.lifecycle.backend import AnyBackend
+from esper.growth.lifecycle.lifecycles import Lifecycles
 from esper.parallel import ALONE, Group, Ranks
 
 MakeHostOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -87,9 +88,9 @@ def check_ranks(model: nn.Module, group: Group) -> None:
         )
 
 
-def players(lifecycles: SlotLifecycles[AnyBackend], slots: Sequence[str] | None) -> list[str]:
+def players(lifecycles: Lifecycles[AnyBackend], slots: Sequence[str] | None) -> list[str]:
     """Return the slots whose seeds get Shapley values: `slots`, or all slots with a living, connected seed."""
-    living = [name for name in lifecycles.living() if lifecycles.backends[name].is_connected]
+    living = [name for name in lifecycles.living() if lifecycles.slots[name].is_connected]
     names = living if slots is None else list(slots)
     strange = [name for name in names if name not in living]
     if strange:

@@ -1,9 +1,12 @@
-"""Events of growth: small frozen records, each emitted where its fact becomes known."""
+"""Events of growth: small frozen records, each emitted where its fact becomes known.
+
+A seed gets a number when it germinates, from 1 on. Every event about the seed has this number, so that `Ledger.take` need not guess.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -12,6 +15,9 @@ from esper.runs import Event
 if TYPE_CHECKING:
     from esper.growth.lifecycle.stages import Cost
     from esper.intervals import Interval
+
+
+Outcome = Literal["living", "kept", "pruned", "rolled back"]
 
 
 class GrowthStarted(Event, tag="growth_started"):
@@ -36,6 +42,7 @@ class SlotView(msgspec.Struct, frozen=True):
     """The state of one slot at the end of an epoch; a part of `EpochEnded`."""
 
     slot: str
+    number: int | None  # of the seed in it; None: it is empty
     stage: str
     blueprint: str | None
     alpha: float
@@ -74,18 +81,29 @@ class EpochEnded(Event, tag="epoch_ended"):
 
     def shown(self) -> Mapping[str, Any]:
         """Return the values to show, with slots under their names: slots/conv1/alpha."""
-        slots = {view.slot: {name: getattr(view, name) for name in view.__struct_fields__} for view in self.slots}
+        slots = {view.slot: {name: getattr(view, name) for name in view.__struct_fields__ if name != "number"} for view in self.slots}
         return {**super().shown(), "slots": slots}
 
 
+class Birth(msgspec.Struct, frozen=True):
+    """What is known of a seed when it germinates and never changes; a part of `StageEntered`."""
+
+    raise_mode: str
+    parameters: int
+    flops: int  # per forward pass of one sample
+    after: int | None = None  # number of the kept seed at the same place behind which it grows
+
+
 class StageEntered(Event, tag="stage_entered"):
-    """A seed or its slot has entered a stage."""
+    """A seed or an empty slot has entered a stage."""
 
     epoch: int
     slot: str
-    blueprint: str
+    number: int | None  # of the seed; None: an empty slot, whose embargo begins or ends
+    blueprint: str  # of the seed, or of the last one in the empty slot
     stage: str
     reason: str
+    birth: Birth | None = None  # of a seed that enters GERMINATED
 
 
 class ActionRefused(Event, tag="action_refused"):
@@ -93,9 +111,20 @@ class ActionRefused(Event, tag="action_refused"):
 
     epoch: int
     slot: str
+    number: int | None  # of the seed in the slot; None: it is empty
     action: str
     reason: str
     blueprint: str = ""  # of the seed in the slot, or of the one that was to germinate
+
+
+class SeedBack(msgspec.Struct, frozen=True):
+    """A seed that is in another stage than before, because an earlier state was restored; a part of `RolledBack` and `BestRestored`."""
+
+    number: int
+    slot: str
+    stage: str  # that it has now
+    outcome: Outcome  # that it has now: living or kept
+    is_protected: bool = False  # its removal may have caused the disaster, so it may not be pruned for some epochs
 
 
 class RolledBack(Event, tag="rolled_back"):
@@ -104,10 +133,11 @@ class RolledBack(Event, tag="rolled_back"):
     epoch: int
     to_epoch: int  # epoch of the snapshot
     reason: str
-    embargoed: list[str]  # slots whose seeds were pruned
+    embargoed: list[str]  # slots under embargo, because their seeds may have caused the disaster
+    gone: list[int] = []  # numbers of the seeds that were removed: younger than the snapshot, or a possible cause of the disaster
+    back: list[SeedBack] = []
     steps_lost: int | None = None  # training steps that it undid, without those that an earlier rollback did; None: not known
     seconds_lost: float | None = None  # the time of these steps, with evaluations; None after a resume
-    brought_back: list[str] = []  # slots whose seeds had been pruned or withdrawn since, and may not be pruned for some epochs
 
 
 class Probed(Event, tag="probed"):
@@ -129,6 +159,7 @@ class Widened(Event, tag="widened"):
 
     epoch: int
     slot: str
+    number: int  # of the seed
     blueprint: str
     units: dict[str, int]  # layer -> units that the seed adds
     before: dict[str, int] = {}  # layer -> units of the host and of kept seeds that were there
@@ -152,10 +183,13 @@ class Shrunk(Event, tag="shrunk"):
     gain_high: float
     rent: float  # that the removal saves
     units: int = 0  # 0: a whole seed
+    number: int | None = None  # of the seed; None: units of a layer
     epoch: int | None = None  # None: outside of a training
 
     @classmethod
-    def of(cls, what: str, cost: Cost, gain: Interval, rent: float, *, units: int = 0, epoch: int | None = None) -> Shrunk:
+    def of(
+        cls, what: str, cost: Cost, gain: Interval, rent: float, *, units: int = 0, number: int | None = None, epoch: int | None = None
+    ) -> Shrunk:
         return cls(
             what=what,
             parameters=cost.parameters,
@@ -165,6 +199,7 @@ class Shrunk(Event, tag="shrunk"):
             gain_high=gain.high,
             rent=rent,
             units=units,
+            number=number,
             epoch=epoch,
         )
 
@@ -176,7 +211,9 @@ class BestRestored(Event, tag="best_restored"):
     val_loss: float  # after that epoch
     last_epoch: int  # epochs that were trained
     last_val_loss: float  # of the state that it replaces, without the seeds on trial
-    left_out: list[str] = []  # slots of kept seeds that are not in it, because they were not connected yet
+    left_out: list[str] = []  # slots of seeds that are not in it, because they were not connected yet
+    gone: list[int] = []  # the numbers of these seeds
+    back: list[SeedBack] = []  # seeds that are in it in another stage than in the last state
     by: str = ""  # metric whose highest value was the best; "": the lowest loss decided
     value: float | None = None  # of that metric after that epoch
     last_value: float | None = None  # of that metric in the state that it replaces
@@ -209,10 +246,11 @@ class LoaderRestarted(Event, tag="loader_restarted"):
 
 
 class Measured(Event, tag="measured"):
-    """The gain of a seed on trial was measured on the epoch's validation batches."""
+    """The gain of a seed was measured on the epoch's validation batches."""
 
     epoch: int
     slot: str
+    number: int  # of the seed
     gain: float  # increase of the loss if the seed were removed
     gain_low: float
     gain_high: float

@@ -31,6 +31,7 @@ rank 0 decides for all ranks.
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +40,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, TypeVar
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -54,11 +54,12 @@ from esper.growth.host.isolation import unwrap
 from esper.growth.host.slots import OptimizerFollower
 from esper.growth.host.slotted import Slotted
 from esper.growth.host.units import layer_of, part_of
+from esper.growth.lifecycle.backend import ModuleBackend, make_backends
+from esper.growth.lifecycle.decisions import ask_gate, carry_out, epoch_ended, growth_state, slot_states
 from esper.growth.lifecycle.governor import Diverged, LossRange
-from esper.growth.lifecycle.host_growth import HostGrowth, ask_gate, epoch_ended
-from esper.growth.lifecycle.ledger import LEDGER_HEADING, Step, ledger_rows
+from esper.growth.lifecycle.ledger import LEDGER_HEADING, ledger_rows
+from esper.growth.lifecycle.lifecycles import Lifecycles
 from esper.growth.lifecycle.recovery import Recovery
-from esper.growth.lifecycle.slots import ModuleBackend, make_backends
 from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, Shrink, Stage
 from esper.growth.measure.contribution import AlphaSearch, Evaluate, Measurement, modes_kept, search_alpha
 from esper.growth.measure.probe import ProbeRunner, Promises
@@ -127,16 +128,14 @@ class Grower:
         self.controller, self.config = with_settings(controller, config)
         self._keeps_best = keep == "best"
         backends = make_backends(slotted, optimizer, self.config.seed_optimizer, seed_optimizer)
-        self.host_growth: HostGrowth[ModuleBackend] = HostGrowth(
+        self.lifecycles: Lifecycles[ModuleBackend] = Lifecycles(
             backends, self.config, host=slotted.discovery.host, load=slotted.discovery.load, epochs=epochs, scale=scale
         )
-        self.lifecycles, self.history, self.ledger = self.host_growth.lifecycles, self.host_growth.history, self.host_growth.ledger
+        self.history, self.ledger = self.lifecycles.history, self.lifecycles.ledger
         self._recovery = Recovery(
             slotted,
             optimizer,
             self.lifecycles,
-            self.host_growth.governor,
-            keep=self.config.governor.keep,
             scaler=scaler,
             scheduler=scheduler,
             best_by=best_by,
@@ -187,12 +186,12 @@ class Grower:
     @property
     def epoch(self) -> int:
         """Number of epochs finished so far."""
-        return self.host_growth.epoch
+        return self.lifecycles.epoch
 
     @property
     def rollbacks(self) -> int:
         """Number of times the governor has restored a snapshot."""
-        return self.host_growth.governor.rollbacks
+        return self.lifecycles.governor.rollbacks
 
     # Called by the training loop
 
@@ -283,10 +282,10 @@ class Grower:
     def _tick(self, is_skipped: Tensor | bool) -> None:
         """Advance the warm-up of the seeds' learning rates, and the alphas that move, by one step; the host may have skipped it."""
         curve = self.config.lifecycle.alpha_curve
-        for backend in self.lifecycles.backends.values():
+        for backend in self.lifecycles.slots.values():
             if backend.learner is not None:
                 backend.learner.tick(is_skipped=is_skipped)
-            if backend.life.ramp is not None:
+            if backend.record.ramp is not None:
                 backend.advance_alpha(curve)
 
     def _has_overflowed(self) -> Tensor | bool:
@@ -343,12 +342,12 @@ class Grower:
         chunks = self._averaged(self.history.chunks())
         self._check_has_stepped()
         # Measure the losses and the contributions. They, and so the verdict, are the same on all ranks.
-        measured = self._measurement.measure(evaluate, self.host_growth.on_trial(), epoch=self.epoch + 1)
+        measured = self._measurement.measure(evaluate, self.lifecycles.on_trial(), epoch=self.epoch + 1)
         val_loss = measured.losses.mean
-        verdict = self.host_growth.verdict(chunks, val_loss)
+        verdict = self.lifecycles.verdict(chunks, val_loss)
         # Close the epoch.
         self._has_stepped_in_epoch = False
-        self.host_growth.end_epoch(chunks, val_loss, measured.contributions, self._end_probe())
+        self.lifecycles.end_epoch(chunks, val_loss, measured.contributions, self._end_probe())
         self._warn_of_unknown_samples()
         if values:
             self._metrics = self._averaged_metrics(values)
@@ -357,7 +356,7 @@ class Grower:
             self._go_back(verdict.reason)
             decision = Decision(reason=f"went back to a healthy state: {verdict.reason}")
         else:
-            self.host_growth.settle(verdict, chunks, self._recovery)
+            self.lifecycles.settle(verdict, chunks, self._recovery)
             if self._keeps_best:
                 self._recovery.note_best(val_loss, dict(self._metrics))
             decision = self._decide()
@@ -365,14 +364,13 @@ class Grower:
         self._prepare_next_step()
         device = next(self.slotted.model.parameters()).device
         resources = {} if self.telemetry is None else self.telemetry.resources.read(device)
-        ended = epoch_ended(self.lifecycles, self.history, decision, learning_rate=self._learning_rate(), resources=resources)
-        if values:
-            ended = msgspec.structs.replace(ended, metrics=self._metrics)
-        self.host_growth.emit(ended)
+        shown = self._metrics if values else {}
+        ended = epoch_ended(self.lifecycles, decision, learning_rate=self._learning_rate(), resources=resources, metrics=shown)
+        self.lifecycles.emit(ended)
         if self.telemetry is not None:
-            scale = self.host_growth.scale
+            scale = self.lifecycles.scale
             for event in self.telemetry.events_of(ended, uninformed=None if scale is None else scale.uninformed, device=device):
-                self.host_growth.emit(event)
+                self.lifecycles.emit(event)
         self._emit_events()
         if self.telemetry is not None:
             self.telemetry.end_epoch()
@@ -391,7 +389,7 @@ class Grower:
         if (
             not self._has_stepped_in_epoch
             and not may_skip
-            and any(backend.learner is not None for backend in self.lifecycles.backends.values())
+            and any(backend.learner is not None for backend in self.lifecycles.slots.values())
         ):
             warnings.warn(
                 "the optimiser passed to this Grower has not stepped in this epoch, so no seed has learned; pass the optimiser whose "
@@ -446,7 +444,7 @@ class Grower:
             warnings.warn(f"no epoch with a finite {states.by} counts, so the last state is the result", RuntimeWarning, stacklevel=2)
         if best is None or (best.epoch == self.epoch and self.history.steps == 0):
             return None
-        on_trial = [name for name in self.lifecycles.living() if self.lifecycles.backends[name].is_connected]
+        on_trial = [name for name in self.lifecycles.living() if self.lifecycles.slots[name].is_connected]
         if states.by is not None:
             evaluate = _noting(evaluate, found, values)
         with self._prober.paused(), modes_kept(self.slotted), self.slotted.without(on_trial):
@@ -456,19 +454,16 @@ class Grower:
             return None
         self._stop_watching(discard=True)
         self._recovery.restore(best.state)
-        left_out = self.lifecycles.note_left_out(states.why_left_out(best))
         self._metrics = best.metrics
-        self._restored = BestRestored(
-            epoch=best.epoch,
+        self._restored = self.lifecycles.note_restored(
+            best.epoch,
+            states.why_left_out(best),
             val_loss=best.val_loss,
-            last_epoch=self.epoch,
             last_val_loss=last_loss,
-            left_out=left_out,
             by=states.by or "",
             value=None if states.by is None else best.metrics[states.by],
             last_value=None if states.by is None else last_metrics[states.by],
         )
-        self.host_growth.emit(self._restored)
         self._note_seeds()
         self._prepare_next_step()
         self._emit_events()
@@ -481,14 +476,14 @@ class Grower:
         the same objects, and hold the moments of the seeds' own optimisers for the new rows and columns. See `Slotted.bake`.
         """
         self._stop_watching(discard=True)
-        learners = [(backend.slot.seed, backend.learner) for backend in self.lifecycles.backends.values()]
+        learners = [(backend.slot.seed, backend.learner) for backend in self.lifecycles.slots.values()]
         of_seeds = {seed: learner.optimizer for seed, learner in learners if seed is not None and learner is not None}
         kept = [slot.seed for slot in self.slotted.slots.values() if slot.is_kept and slot.seed is not None]
         model = self.slotted.bake(fold=fold, optimizer=innermost(self.optimizer), of_seeds=of_seeds)
         wide = sorted({plan.module for seed in kept for plan in seed.spec.wide if part_of(model.get_submodule(plan.module)) == "layer"})
         if fold and wide:
             shapes = {name: layer_of(model.get_submodule(name)).weight.shape for name in wide}
-            self.host_growth.emit(Folded(epoch=self.epoch, layers={name: [shape[1], shape[0]] for name, shape in shapes.items()}))
+            self.lifecycles.emit(Folded(epoch=self.epoch, layers={name: [shape[1], shape[0]] for name, shape in shapes.items()}))
         self._emit_events()  # such as the end of seeds that were pruned since the last epoch
         self.stop()
         return model
@@ -504,13 +499,13 @@ class Grower:
     def card(self) -> Card:
         """Return the facts of the training so far, for the model card of the baked model: figures, and all seeds."""
         losses, host, kept = self.history.val_losses, self.slotted.discovery.host, self.ledger.count("kept")
-        added = sum(entry.parameters for entry in self.ledger.entries if entry.outcome == "kept")
+        added = sum(seed.parameters for seed in self.ledger.seeds if seed.outcome == "kept")
         # Baking removes the seeds that still live.
-        removed = Step(self.epoch, Stage.PRUNED, "not fossilized when the model was baked")
-        lives = [
-            msgspec.structs.replace(entry, outcome="pruned", steps=[*entry.steps, removed]) if entry.outcome == "living" else entry
-            for entry in self.ledger.entries
-        ]
+        seeds = [copy.copy(seed) for seed in self.ledger.seeds]
+        for seed in seeds:
+            if seed.outcome == "living":
+                seed.stages = [*seed.stages]
+                seed.enter(self.epoch, Stage.PRUNED, "not fossilized when the model was baked", "pruned")
         figures = [("epochs", str(self.epoch))]
         if losses:
             which, last = ("last", losses[-1]) if self._restored is None else ("best", self._restored.val_loss)
@@ -523,10 +518,10 @@ class Grower:
             ("optimiser", type(self.optimizer).__name__),
         ]
         return Card(
-            f"{type(unwrap(self.slotted.model)).__name__}: kept {kept} of {counted(len(lives), 'seed')}",
+            f"{type(unwrap(self.slotted.model)).__name__}: kept {kept} of {counted(len(seeds), 'seed')}",
             figures,
             LEDGER_HEADING,
-            ledger_rows(lives, is_short=True),
+            ledger_rows(seeds, is_short=True),
         )
 
     def _check_is_active(self) -> None:
@@ -554,7 +549,7 @@ class Grower:
         scale, found_inf = self._loss_scale(), getattr(self._follower.optimizer, "found_inf", None)
         if found_inf is not None:
             self.history.skipped = self.history.skipped + (found_inf.reshape(()) > 0)
-        for backend in self.lifecycles.backends.values():
+        for backend in self.lifecycles.slots.values():
             if backend.learner is not None and backend.slot.is_connected:
                 backend.learner.step(scale=scale, found_inf=found_inf, group=self._group)
         self._optimizer_steps += 1
@@ -564,7 +559,7 @@ class Grower:
 
     def _clear_gradients(self, set_to_none: bool) -> None:
         """Clear the gradients of the seeds and those that the probe has captured, because the host's were cleared."""
-        for backend in self.lifecycles.backends.values():
+        for backend in self.lifecycles.slots.values():
             if backend.learner is not None:
                 backend.learner.zero_grad(set_to_none=set_to_none)
         if self._prober.probe is not None:
@@ -574,7 +569,7 @@ class Grower:
         """Return whether a seed or the probe holds gradients of backward passes that no step has used."""
         if self._prober.probe is not None and self._prober.probe.has_caught:
             return True
-        return any(backend.learner is not None and backend.learner.has_gradients for backend in self.lifecycles.backends.values())
+        return any(backend.learner is not None and backend.learner.has_gradients for backend in self.lifecycles.slots.values())
 
     # Measurements that need extra evaluations
 
@@ -602,18 +597,20 @@ class Grower:
         """
         self._check_is_active()
         removed: list[str] = []
-        while kept := [name for name, backend in self.lifecycles.backends.items() if backend.life.stage is Stage.FOSSILIZED]:
+        while kept := [name for name, backend in self.lifecycles.slots.items() if backend.stage is Stage.FOSSILIZED]:
             with self._prober.paused():
                 found = self._measurement.measure(evaluate, kept, epoch=self.epoch).contributions
             for name, contribution in found.items():
                 self.lifecycles.note_contribution(name, contribution)
-            rents = {name: self.lifecycles.rent(name) for name in found}
-            actions = [Shrink(name, f"{one.in_words()}, and its rent is {figure(rents[name])}") for name, one in found.items()]
-            actions = [action for action in actions if ask_gate(self.lifecycles, action).passed]
+            rents, actions = {name: self.lifecycles.rent(name) for name in found}, list[Shrink]()
+            for state in slot_states(self.lifecycles, *found):
+                name = state.place.name
+                action = Shrink(slot=name, reason=f"{found[name].in_words()}, and its rent is {figure(rents[name])}")
+                actions += [action] if ask_gate(self.lifecycles, action, state).passed else []
             if not actions:
                 break
             least = min(actions, key=lambda action: found[action.slot].gain.estimate - rents[action.slot])
-            self.host_growth.carry_out(Decision((least,), "shrinks"), by="shrink")
+            carry_out(self.lifecycles, Decision((least,), "shrinks"), by="shrink")
             removed.append(least.slot)
         self._note_seeds()
         self._prepare_next_step()
@@ -624,7 +621,7 @@ class Grower:
 
     def state(self) -> GrowthState:
         """Return the input of the controller: the numbers of this epoch and of every slot."""
-        return self.host_growth.state(learning_rate=self._learning_rate())
+        return growth_state(self.lifecycles, learning_rate=self._learning_rate())
 
     def _learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
@@ -634,8 +631,8 @@ class Grower:
         decision = self._from_first_rank(lambda: self.controller.decide(self.state()))
         for action in decision.actions:
             self.slotted.slot(action.slot)  # raises an error that lists the slots, if this one does not exist
-        self.host_growth.carry_out(decision, by=self.controller.name)
-        if decision.probe and not self.host_growth.is_over:
+        carry_out(self.lifecycles, decision, by=self.controller.name)
+        if decision.probe and not self.lifecycles.is_over:
             self._prober.request(without=decision.not_probed)
         return decision
 
@@ -646,16 +643,16 @@ class Grower:
     def _go_back(self, reason: str) -> None:
         """Restore a snapshot. Raise Diverged if that has happened too often."""
         self._stop_watching(discard=True)
-        self.host_growth.go_back(reason, self._recovery)
+        self.lifecycles.go_back(reason, self._recovery)
         self._note_seeds()
         try:
-            self.host_growth.check_not_diverged(reason)
+            self.lifecycles.check_not_diverged(reason)
         except Diverged:
             self._emit_events()
             raise
 
     def _emit_events(self) -> None:
-        self.host_growth.tell(self._tell)
+        self.lifecycles.tell(self._tell)
 
     def _tell(self, event: Event) -> None:
         for listener in self._listeners:
@@ -666,7 +663,7 @@ class Grower:
     def _note_seeds(self) -> None:
         """Note the FLOPs of a forward pass and the seeds in the shadow. Call it after every change of the slots."""
         self._forward_flops = self.slotted.discovery.host.flops + self.lifecycles.connected().flops
-        learning = [backend for backend in self.lifecycles.backends.values() if backend.life.stage is Stage.TRAINING]
+        learning = [backend for backend in self.lifecycles.slots.values() if backend.stage is Stage.TRAINING]
         if self._shadow_seeds and not learning:
             self._shadow.rest()
         self._shadow_seeds = learning
@@ -728,7 +725,7 @@ class Grower:
         return {
             "recovery": self._recovery.state_dict(),
             "controller": {"name": self.controller.name, "state": self.controller.state_dict()},
-            "plot": self.host_growth.state_dict(),  # "plot" is the name that HostGrowth had in earlier versions
+            "lifecycles": self.lifecycles.state_dict(),
             "has_begun": self._has_begun,
             "best_by": self._recovery.best_states.by,
             "probe": {"steps": self._optimizer_steps, "length": self._optimizer_steps_before, "probe": self._prober.state_dict()},
@@ -744,18 +741,18 @@ class Grower:
             raise GrowthError(
                 f"the saved state is of a run with the controller {saved!r}, not {self.controller.name!r}; resume it with that controller"
             )
-        saved_by, by = state.get("best_by"), self._recovery.best_states.by  # missing in files of earlier versions
+        saved_by, by = state["best_by"], self._recovery.best_states.by
         if saved_by != by:
             raise GrowthError(f"the saved state is of a run with best_by={saved_by!r}, not {by!r}; resume it with that")
         self._stop_watching(discard=True)
         self._recovery.load_state_dict(state["recovery"])
-        self.host_growth.load_state_dict(state["plot"])
+        self.lifecycles.load_state_dict(state["lifecycles"])
         self.controller.load_state_dict(state["controller"]["state"])
         self._has_begun = state["has_begun"]
         self._has_stepped_in_epoch = self.history.steps > 0
         self._measurement.load_state_dict(state["measurement"])
         self._shadow.load_state_dict(state["shadow"])
-        if self.telemetry is not None and "telemetry" in state:  # early versions had none
+        if self.telemetry is not None and "telemetry" in state:  # a run without telemetry has none
             self.telemetry.load_state_dict(state["telemetry"])
         self._prober.load_state_dict(state["probe"]["probe"])
         self._optimizer_steps, self._optimizer_steps_before = state["probe"]["steps"], state["probe"]["length"]

@@ -101,7 +101,7 @@ class Grown(Displayed):
                 *([("folder", str(self.folder))] if self.folder is not None else []),
             ],
             heading=LEDGER_HEADING,
-            rows=ledger_rows(self.ledger.entries, is_short=True),
+            rows=ledger_rows(self.ledger.seeds, is_short=True),
             curve=self.val_losses,
             curve_name="validation loss by epoch",
         )
@@ -122,7 +122,7 @@ def finished(grown: Grown) -> GrowthFinished:
     return GrowthFinished(
         epoch=grown.epochs,
         why=grown.status,
-        tried=len(grown.ledger.entries),
+        tried=len(grown.ledger.seeds),
         kept=grown.ledger.count("kept"),
         rollbacks=grown.rollbacks,
         val_loss_before=grown.val_loss_before,

@@ -216,7 +216,7 @@ class Training:
         return self._finish(grower, status, time.perf_counter() - began, had_finished=had_finished)
 
     def _started(self, grower: Grower, losses: Losses) -> Event:
-        host, scale = grower.slotted.discovery.host, grower.host_growth.scale
+        host, scale = grower.slotted.discovery.host, grower.lifecycles.scale
         return GrowthStarted(
             epoch=grower.epoch,
             epochs=self.epochs,
@@ -276,7 +276,7 @@ class Training:
 
     def _is_over(self, grower: Grower) -> bool:
         """Return whether the last epoch has ended: all epochs are trained, or the validation loss no longer improves."""
-        return grower.history.steps == 0 and (grower.epoch >= self.epochs or grower.host_growth.is_stuck())
+        return grower.history.steps == 0 and (grower.epoch >= self.epochs or grower.lifecycles.is_stuck())
 
     def _should_stop(self) -> bool:
         return self._run is not None and self._run.should_stop()
@@ -453,7 +453,7 @@ class Training:
             val_losses=tuple(grower.history.val_losses),
             host=grower.slotted.discovery.host,
             added=total(
-                lifecycles.cost(name) for name, backend in lifecycles.backends.items() if backend.life.stage is Stage.FOSSILIZED
+                lifecycles.cost(name) for name, backend in lifecycles.slots.items() if backend.stage is Stage.FOSSILIZED
             ),  # the cost of the seeds that bake() keeps
             gflops=grower.history.flops / 1e9,
             rollbacks=grower.rollbacks,

@@ -12,6 +12,8 @@ every seed and the interaction of every pair, with intervals over validation bat
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -25,6 +27,7 @@ from esper.display import Card, Displayed
 from esper.files import MAX_CONFIG_BYTES, UNREADABLE, parse_json, read_in_run, with_digest, without_digest, write_in_run
 from esper.intervals import Interval, student_interval
 from esper.runs.catalog import Run
+from esper.runs.events import event_type_of
 from esper.runs.folder import RunError
 from esper.runs.index import EventIndex
 from esper.runs.page import note, section, table
@@ -94,21 +97,20 @@ def blueprint_rows(runs: Iterable[Run]) -> list[BlueprintRow]:
 
 
 def _count_growth(index: EventIndex, cell: dict[str, _Count]) -> None:
-    kinds = ("stage_entered", "measured", "epoch_ended", "rolled_back")
-    for seed in seeds_of(event for kind in kinds for event in index.events(kind)):
-        count = cell.setdefault(seed["blueprint"], _Count())
-        count.outcomes[seed["outcome"]] += 1
-        if seed["outcome"] in ("pruned", "rolled back"):
-            count.reasons[without_numbers(seed["why"])] += 1
-        gain = seed["contributions"][-1]["gain"] if seed["contributions"] else None
-        if isinstance(gain, float | int) and math.isfinite(gain):
-            count.gains.append((gain, 1))
-        for field, numbers in (("parameters", count.parameters), ("flops", count.flops)):
-            if seed.get(field) is not None:
-                numbers.append((seed[field], 1))
-    for event in index.events("action_refused"):
-        if event.get("blueprint"):
-            cell.setdefault(event["blueprint"], _Count()).refused[f"{event['action']}: {without_numbers(event['reason'])}"] += 1
+    ledger = ledger_of(index)
+    for seed in ledger.seeds:
+        count = cell.setdefault(seed.blueprint, _Count())
+        count.outcomes[seed.outcome] += 1
+        if not seed.is_present:
+            count.reasons[without_numbers(seed.why)] += 1
+        if seed.gain is not None and math.isfinite(seed.gain):
+            count.gains.append((seed.gain, 1))
+        count.parameters.append((seed.parameters, 1))
+        count.flops.append((seed.flops, 1))
+    for refused in ledger.refused:
+        if refused.blueprint:
+            reason = f"{refused.action}: {without_numbers(refused.reason)}"
+            cell.setdefault(refused.blueprint, _Count()).refused[reason] += 1
 
 
 def _count_round(event: dict[str, Any], cell: dict[str, _Count]) -> None:
@@ -175,79 +177,23 @@ def slots_in_order(first: Sequence[str], seen: Iterable[str]) -> list[str]:
     return ordered
 
 
-def seeds_of(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return every seed of a host with the stages it went through, its outcome, its measured contributions and the reasons.
+# Kinds of events that tell about seeds.
+_OF_SEEDS = ("stage_entered", "measured", "epoch_ended", "rolled_back", "best_restored", "action_refused")
 
-    Reads the events `stage_entered`, `measured`, `epoch_ended` and `rolled_back`.
+
+def ledger_of(events: EventIndex | Iterable[dict[str, Any]]) -> Any:
+    """Return the `Ledger` of a growing host, folded from its events in the order in which they were written.
+
+    Events that do not fit their kind are left out.
     """
-    seeds: list[dict[str, Any]] = []
-    current: dict[str, dict[str, Any]] = {}  # the seed in each slot
-    rollback = ""  # the latest one, in words
-    for event in sorted(events, key=lambda event: event["time"]):
-        match event["kind"]:
-            case "stage_entered":
-                slot = event["slot"]
-                if event["stage"] == "GERMINATED":
-                    current[slot] = {
-                        "number": len(seeds) + 1,
-                        "slot": slot,
-                        "blueprint": event["blueprint"],
-                        "born": event["epoch"],
-                        "outcome": "living",
-                        "ended": None,
-                        "stages": [],
-                        "contributions": [],
-                    }
-                    seeds.append(current[slot])
-                if slot in current:
-                    seed = current[slot]
-                    seed["stages"].append({"epoch": event["epoch"], "stage": event["stage"], "reason": event["reason"]})
-                    if event["stage"] in ("FOSSILIZED", "PRUNED"):
-                        seed["outcome"], seed["ended"] = ("kept" if event["stage"] == "FOSSILIZED" else "pruned"), event["epoch"]
-                    if event["stage"] in ("PRUNED", "DORMANT"):
-                        current.pop(slot)
-            case "measured" if event["slot"] in current:
-                seed = current[event["slot"]]
-                seed["contributions"].append({name: event[name] for name in ("epoch", "gain", "gain_low", "gain_high", "rent")})
-            case "epoch_ended":
-                for view in event["slots"]:
-                    if view["slot"] not in current:
-                        continue
-                    seed = current[view["slot"]]
-                    # A rollback may take back a seed that was young, or that was kept since: then its slot says so, and no stage does.
-                    if view["stage"] == "DORMANT":
-                        _end_by_rollback(seed, event["epoch"], rollback)
-                        current.pop(view["slot"])
-                        continue
-                    if seed["outcome"] == "kept" and view["stage"] != "FOSSILIZED":
-                        seed |= {"outcome": "living", "ended": None}
-                        seed["stages"].append({"epoch": event["epoch"], "stage": view["stage"], "reason": f"it is back: {rollback}"})
-                    seed |= {name: view.get(name) for name in ("alpha", "age", "parameters", "flops", "rent", "health", "stage")}
-            case "rolled_back":
-                rollback = f"the governor went back to epoch {event['to_epoch']}: {event['reason']}"
-                # Its seeds have entered PRUNED or EMBARGOED just before, by the same reason.
-                for slot in event["embargoed"]:
-                    last = next((seed for seed in reversed(seeds) if seed["slot"] == slot), None)
-                    if last is not None and last["outcome"] != "kept":
-                        _end_by_rollback(last, event["epoch"], rollback)
-                        current.pop(slot, None)
-                for slot in event.get("brought_back", []):
-                    last = next((seed for seed in reversed(seeds) if seed["slot"] == slot), None)
-                    if last is not None:
-                        lived = [entry["stage"] for entry in last["stages"] if entry["stage"] not in ("PRUNED", "EMBARGOED", "DORMANT")]
-                        last["stages"].append({"epoch": event["epoch"], "stage": lived[-1], "reason": f"it is back: {rollback}"})
-                        current[slot] = last
-                        last |= {"outcome": "living", "ended": None}
-    for seed in seeds:
-        seed["why"] = str(seed["stages"][-1]["reason"]) if seed["stages"] else ""
-    return seeds
-
-
-def _end_by_rollback(seed: dict[str, Any], epoch: int, rollback: str) -> None:
-    """Note that a rollback has removed a seed. If the seed was pruned, its last stage has the reason already."""
-    seed |= {"outcome": "rolled back", "ended": epoch}
-    if seed["stages"][-1]["stage"] not in ("PRUNED", "EMBARGOED"):
-        seed["stages"].append({"epoch": epoch, "stage": "PRUNED", "reason": rollback})
+    # The ledger belongs to the library above this one, which declares its events and what is folded from them.
+    ledger = importlib.import_module("esper.growth.lifecycle.ledger").Ledger()
+    for event in events.in_order(_OF_SEEDS) if isinstance(events, EventIndex) else events:
+        kind = event_type_of(str(event.get("kind")))
+        with contextlib.suppress(msgspec.ValidationError):
+            if kind is not None:
+                ledger.take(msgspec.convert(event, kind, strict=False))
+    return ledger
 
 
 # Results of `esper analyse`

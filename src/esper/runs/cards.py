@@ -14,11 +14,11 @@ import platform
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import esper
 from esper.display import Card
 from esper.files import FileError, open_file, open_in_run, printable, write_file, write_in_run
+from esper.runs.analysis import ledger_of
 from esper.runs.catalog import Run, open_run, settings_of
 from esper.runs.folder import CONFIG, EVENTS, GROW, TWIN, Kind, has_twin
 from esper.text_table import duration, figure
@@ -163,10 +163,10 @@ def _growth(run: Run) -> Described:
     title = f"the {config['host']} host of the task {config['task']}" if config.get("task") else ""
     title = title or (f"the model of {_code(str(config['model']))}" if config.get("model") else "a model of a Python program")
     size = f", {finished[0]['parameters']:,} parameters, {finished[0]['parameters_added']:,} of them in seeds" if finished else ""
-    kept = _kept(run)
     seeds = [
-        f"- {_code(event['blueprint'])} after {_code(event['slot'])}, kept in epoch {event['epoch']}: {_plain(event['reason'])}"
-        for event in kept
+        f"- {_code(seed.blueprint)} after {_code(seed.slot)}, kept in epoch {seed.ended}: {_plain(seed.why)}"
+        for seed in ledger_of(run.index).seeds
+        if seed.outcome == "kept"
     ]
     controller = f", decided by the controller {_plain(str(started[0]['controller']))}" if started else ""
     is_twin = bool(started) and started[0]["controller"] == "never"
@@ -207,15 +207,6 @@ def _growth(run: Run) -> Described:
         make = f"task = esper.tasks.load_task({config['task']!r})\nmodel = task.make_host({config['host']!r})"
     imports = "import esper\nimport esper.tasks" if config.get("task") else "import esper"
     return what, figures, limits, f'{imports}\n\n{make}\nmodel = esper.load("model.safetensors", model=model)'
-
-
-def _kept(run: Run) -> list[dict[str, Any]]:
-    """Return the events in which seeds were fossilized, the last one of each slot, without those that a rollback removed."""
-    last: dict[str, dict[str, Any]] = {}
-    for event in run.index.events("stage_entered"):
-        if event["stage"] in ("FOSSILIZED", "PRUNED"):
-            last[event["slot"]] = event
-    return [event for event in last.values() if event["stage"] == "FOSSILIZED"]
 
 
 def _controller(run: Run) -> Described:

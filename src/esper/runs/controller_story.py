@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from esper.intervals import student_interval
-from esper.runs.analysis import seeds_of
+from esper.runs.analysis import ledger_of
 from esper.runs.catalog import Run
 from esper.runs.index import EventIndex
 
@@ -122,7 +122,7 @@ def _utility(hosts: list[dict[str, Any]]) -> tuple[float, float | None, float | 
 
 
 def _life(host: Mapping[str, Any], happened: list[dict[str, Any]]) -> dict[str, Any]:
-    seeds = seeds_of(happened)
+    seeds = [seed.as_dict() for seed in ledger_of(sorted(happened, key=lambda event: float(event["time"]))).seeds]
     for seed in seeds:
         if seed["outcome"] == "living":  # the round has ended and pruned what was not kept
             seed |= {"outcome": "not kept", "ended": host["horizon"]}

@@ -19,7 +19,7 @@ from esper.files import FileError, open_in_run, printable
 
 SCHEMA = 1  # version of the lines; files with a higher one are refused
 MAX_LINE_BYTES = 64 * 1024
-WHERE = ("env", "step", "epoch")  # fields that say where an event happened; they are not plotted
+WHERE = ("env", "step", "epoch", "number")  # fields that say where an event happened, and to which seed; they are not plotted
 STAMP = ("kind", "time", "run", "rank")  # keys of a line besides the fields of the event
 
 _kinds: dict[str, type[Event]] = {}  # kind -> event class

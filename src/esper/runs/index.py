@@ -21,7 +21,7 @@ import os
 import re
 import threading
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -42,7 +42,7 @@ CACHED_FROM = 4 * 2**20  # bytes of a file whose index is worth keeping
 MARK = 4096  # bytes before the end of the indexed part, by which it is recognised
 _FORMAT = 2  # of a kept index
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # as `events.encode` writes them
-_STAMP = frozenset({"kind", "time", "run", "rank", "env", "step"})
+_STAMP = frozenset({"kind", "time", "run", "rank", "env", "step", "number"})  # not plotted; `number` says which seed an event is about
 
 
 class Series(NamedTuple):
@@ -260,13 +260,20 @@ class EventIndex:
 
         There are none any more if the file was removed, or cut by a resume since the last `refresh`.
         """
-        offsets = self._lines.get(kind)
-        if offsets is None or start >= len(offsets):
+        return self._at(self._lines.get(kind, array("q"))[start:])
+
+    def in_order(self, kinds: Collection[str]) -> list[dict[str, Any]]:
+        """Return the events of several kinds as `events` does, in the order in which they were written."""
+        return self._at(sorted(offset for kind in kinds for offset in self._lines.get(kind, ())))
+
+    def _at(self, offsets: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the events of the lines that begin at these offsets."""
+        if not offsets:
             return []
         found = []
         try:
             with open_in_run(self.path) as file:
-                for offset in offsets[start:]:
+                for offset in offsets:
                     file.seek(offset)
                     found.append(self._decoder.decode(file.readline(MAX_LINE_BYTES)))
         except (OSError, FileError, msgspec.DecodeError, UnicodeDecodeError):
@@ -439,6 +446,9 @@ def _without_texts(event: dict[str, Any]) -> dict[str, Any]:
 
 # Kinds of events whose numbers have other names than their fields: the same as `Event.shown` gives to TensorBoard.
 SHOWN: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "stage_entered": lambda event: {},
+    "rolled_back": lambda event: {name: event.get(name) for name in ("epoch", "to_epoch", "steps_lost", "seconds_lost")},
+    "best_restored": lambda event: {name: value for name, value in event.items() if name != "back"},
     "measured": lambda event: {event["slot"]: {name: value for name, value in event.items() if name not in _STAMP}},
     "round_fought": lambda event: {**event, **battle_numbers(event["results"])},
     "league_changed": lambda event: {
@@ -471,7 +481,8 @@ def _inside(name: str, value: Any) -> Iterator[tuple[str, float]]:
         for record in value:
             own = next((text for text in record.values() if isinstance(text, str)), None) if isinstance(record, dict) else None
             if own is not None:
-                yield from _inside(f"{name}/{own}", {key: item for key, item in record.items() if not isinstance(item, str)})
+                numbers = {key: item for key, item in record.items() if not isinstance(item, str) and key not in _STAMP}
+                yield from _inside(f"{name}/{own}", numbers)
 
 
 def _as_array(rows: list[tuple[Any, ...]]) -> np.ndarray:

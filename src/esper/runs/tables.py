@@ -3,8 +3,8 @@
     write_table(numbers_table(["runs/first"]), "first.csv")
     table = query("select run, min(val_loss) from epoch_ended group by run", ["runs"])
 
-Tables for SQL are `runs`, `events` (all events, each as JSON), and one for each kind of event, with its fields as columns. SQL needs
-DuckDB. It reads the log of each run once, and can neither change a run nor read other files.
+Tables for SQL are `runs`, `seeds` (the seeds of growing runs), `events` (all events, each as JSON), and one for each kind of event, with
+its fields as columns. SQL needs DuckDB. It reads the log of each run once, and can neither change a run nor read other files.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from esper.jit import no_garbage_collection
+from esper.runs.analysis import ledger_of
 from esper.runs.catalog import Run, open_run
 from esper.runs.compare import expand, seed_of, settings_read, short_names
 from esper.runs.folder import EVENTS, RunError
@@ -62,6 +63,21 @@ def runs_table(runs: Sequence[NamedRun]) -> Table:
         config = settings_read(run)
         values = msgspec.structs.asdict(run.summary()) | {"run": name, "seed": seed_of(config), "settings": config}
         rows.append(tuple(values[column] for column in columns))
+    return Table(columns, rows)
+
+
+def seeds_table(runs: Sequence[NamedRun]) -> Table:
+    """Return one row for each seed of the growing runs, from their ledgers."""
+    columns = {"run": "VARCHAR", "number": "BIGINT", "slot": "VARCHAR", "blueprint": "VARCHAR", "raise_mode": "VARCHAR", "born": "BIGINT"}
+    columns |= {"stage": "VARCHAR", "outcome": "VARCHAR", "ended": "BIGINT", "why": "VARCHAR", "gain": "DOUBLE", "gain_low": "DOUBLE"}
+    columns |= {"gain_high": "DOUBLE", "rent": "DOUBLE", "parameters": "BIGINT", "flops": "BIGINT", "after": "BIGINT"}
+    columns |= {"brought_back": "BIGINT", "skipped": "BIGINT", "stages": "JSON", "contributions": "JSON"}
+    rows = []
+    for name, run in runs:
+        for seed in ledger_of(run.index).seeds if run.kind == "growth" else []:
+            gains = {gain: getattr(seed, gain) for gain in ("gain", "gain_low", "gain_high")}
+            values = seed.as_dict() | gains | {"run": name}
+            rows.append(tuple(values[column] for column in columns))
     return Table(columns, rows)
 
 
@@ -216,16 +232,18 @@ def query(sql: str, places: Iterable[Path | str]) -> Table:
 
 def _create_tables(database: Any, sql: str, runs: Sequence[NamedRun]) -> list[str]:
     """Make the tables that the statement may be about; return the names of all that there could be."""
-    kinds = sorted({kind for _, run in runs for kind in run.index.kinds} - {"runs", "events"})
+    kinds = sorted({kind for _, run in runs for kind in run.index.kinds} - {"runs", "seeds", "events"})
     words = {word.lower() for word in re.findall(r"\w+", sql)}
     lists_tables = bool(words & {"show", "describe", "summarize", "information_schema", "duckdb_tables"})
     wanted = {kind for kind in kinds if lists_tables or kind.lower() in words}
     _create(database, "runs", runs_table(runs))
+    if lists_tables or "seeds" in words:
+        _create(database, "seeds", seeds_table(runs))
     if lists_tables or "events" in words:
         _create(database, "events", _all_events(runs))
     for kind, table in _tables_of(runs, wanted).items():
         _create(database, kind, table)
-    return ["runs", "events", *kinds]
+    return ["runs", "seeds", "events", *kinds]
 
 
 def _all_events(runs: Sequence[NamedRun]) -> Table:

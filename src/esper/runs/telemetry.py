@@ -3,8 +3,8 @@
 | level | events |
 |---|---|
 | off | start, end and checkpoints of the run |
-| minimal | also one event per update or epoch without its heads or slots, and rare ones: stages, rollbacks, anomalies |
-| normal | also heads, slots, gradient norms and measurements |
+| minimal | also one event per update or epoch without its heads or slots, and rare ones: stages, contributions, rollbacks, anomalies |
+| normal | also heads, slots and gradient norms |
 | debug | also `Internals`: hidden state, inputs, gradient norms per layer, memory |
 
 An anomaly raises the level to debug for the next updates.
@@ -34,7 +34,8 @@ LEVEL_OF: dict[str, Level] = {
     **dict.fromkeys(("growth_started", "growth_finished", "best_restored", "final_test", "twin_compared", "loader_restarted"), "off"),
     # one per update or epoch, and rare ones
     **dict.fromkeys(("update", "skipped", "rewards_not_finite", "anomaly", "round_ended", "round_fought", "league_changed"), "minimal"),
-    **dict.fromkeys(("epoch_ended", "stage_entered", "rolled_back"), "minimal"),
+    # all that the ledger of a growing run is folded from
+    **dict.fromkeys(("epoch_ended", "stage_entered", "rolled_back", "measured", "action_refused"), "minimal"),
     "internals": "debug",
 }
 """Kind of event -> least level at which it is written; "normal" for all others."""

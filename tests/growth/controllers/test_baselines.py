@@ -32,7 +32,7 @@ def learn(controller: object, *, epochs: int = 12, **options: Any) -> Grown:
 
 
 def births(grown: Grown) -> list[tuple[int, str, str]]:
-    return [(entry.born, entry.slot, entry.blueprint) for entry in grown.ledger.entries]
+    return [(entry.born, entry.slot, entry.blueprint) for entry in grown.ledger.seeds]
 
 
 def test_the_never_controller_grows_nothing() -> None:
@@ -47,7 +47,7 @@ def test_a_plan_is_followed_from_before_the_first_epoch_to_the_last() -> None:
     plan = [(0, "1", "mlp"), (3, "3", "low_rank")]
     grown = learn(Planned(plan), epochs=9)
     assert births(grown) == plan
-    assert {entry.outcome for entry in grown.ledger.entries} <= {"kept", "pruned"}
+    assert {entry.outcome for entry in grown.ledger.seeds} <= {"kept", "pruned"}
     assert grown.ledger.count("kept") >= 1
 
 
@@ -81,8 +81,8 @@ def test_a_plan_beyond_the_budget_is_refused_with_the_reason() -> None:
 def test_a_plan_in_the_shadow_goes_through_all_stages() -> None:
     rules = LifecycleConfig(raise_mode="shadow", training_epochs=2, blend_epochs=1, holding_epochs=1, minimum_health=0.0)
     grown = learn(Planned([(1, "1", "mlp")]), epochs=12, config=GrowthConfig(lifecycle=rules))
-    (entry,) = grown.ledger.entries
-    assert [step.stage.name for step in entry.steps][:4] == ["GERMINATED", "TRAINING", "BLENDING", "HOLDING"]
+    (entry,) = grown.ledger.seeds
+    assert [step.stage.name for step in entry.stages][:4] == ["GERMINATED", "TRAINING", "BLENDING", "HOLDING"]
     assert entry.outcome in ("kept", "pruned")
 
 
@@ -110,7 +110,7 @@ class Eager:
     """One method, as a user would write it."""
 
     def decide(self, state: GrowthState) -> Decision:
-        return Decision((Germinate("1", "why not", "mlp"),) if state.epoch == 1 else ())
+        return Decision((Germinate(slot="1", reason="why not", blueprint="mlp"),) if state.epoch == 1 else ())
 
 
 class Remembering(Eager):

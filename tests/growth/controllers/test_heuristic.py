@@ -239,7 +239,7 @@ def test_every_probed_candidate_that_does_not_grow_has_the_rule_that_rejected_it
         slot("c", candidates=(replace(BIG, promise=None),)),
     )
     now = state(slots=slots, seeds_left=1)
-    grown = [Germinate("a", "test", "big")]
+    grown = [Germinate(slot="a", reason="test", blueprint="big")]
     reasons = passed_over(now, RULES, grown)
     assert set(reasons["a"]) == {"small", "trifle", "dear", "poor"}, "all but the one that grows"
     assert reasons["a"]["small"] == "big promises more in this slot"
@@ -422,7 +422,7 @@ def test_a_row_of_layers_gets_one_seed() -> None:
     slots = (slot("a", candidates=(pair, row)), slot("b", candidates=(behind, SMALL)), slot("c", candidates=(SMALL,)))
     now = state(slots=slots, seeds_left=3)
     assert chosen(now) == [("a", "row"), ("c", "small")], "a seed behind would not see the new units, or lack the weights between them"
-    left = passed_over(now, RULES, [Germinate("a", "", "row"), Germinate("c", "", "small")])
+    left = passed_over(now, RULES, [Germinate(slot="a", reason="", blueprint="row"), Germinate(slot="c", reason="", blueprint="small")])
     assert left["b"] == dict.fromkeys(("pair", "small"), "another seed is chosen in this row of layers")
 
 

@@ -343,7 +343,7 @@ def test_seeds_follow_a_compiled_step_of_the_optimiser_and_compile_nothing_in_it
     optimizer = sgd(host)
     slotted = add_slots(host, batch)
     name = next(iter(slotted.slots))
-    grower = Grower(slotted, optimizer, controller=Script({0: [Germinate(name, "test", "mlp")]}), config=config())
+    grower = Grower(slotted, optimizer, controller=Script({0: [Germinate(slot=name, reason="test", blueprint="mlp")]}), config=config())
     grower.begin()
     step = torch.compile(optimizer.step, backend=counter)
     counts = []
@@ -354,7 +354,7 @@ def test_seeds_follow_a_compiled_step_of_the_optimiser_and_compile_nothing_in_it
         optimizer.zero_grad()
         grower.after_step(loss)
         counts.append(counter.frame_count)
-    assert grower.lifecycles.backends[name].learner.report().steps == 4
+    assert grower.lifecycles.slots[name].learner.report().steps == 4
     assert counts[1] == counts[-1]  # momentum appears in the first step
 
 

@@ -703,7 +703,7 @@ def test_a_model_of_a_library_is_grown_saved_and_loaded(kind: Kind, tmp_path: Pa
         progress=False,
     )
     assert grown.val_loss < grown.val_loss_before
-    assert [(0, entry.slot, entry.blueprint) for entry in grown.ledger.entries] == plan
+    assert [(0, entry.slot, entry.blueprint) for entry in grown.ledger.seeds] == plan
     assert grown.ledger.count("kept") > 0
     expected = kind.run(grown.model.eval())
     grown.save(tmp_path / "model.safetensors")

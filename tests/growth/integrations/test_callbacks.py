@@ -193,11 +193,13 @@ def test_wrong_callbacks_sinks_and_metrics_are_refused_where_the_lightning_callb
 def test_in_lightning_a_seed_in_the_shadow_leaves_the_host_bit_identical(pl: ModuleType, tmp_path: Path) -> None:
     plain, module = make_module(pl), make_module(pl)
     fit(pl, plain, [], tmp_path)
-    growth = make_growth(Script({0: [Germinate("net.first", "test", "mlp")]}), config(QUICK_SHADOW, slots=("net.first",)))
+    growth = make_growth(
+        Script({0: [Germinate(slot="net.first", reason="test", blueprint="mlp")]}), config(QUICK_SHADOW, slots=("net.first",))
+    )
     fit(pl, module, [growth], tmp_path)
-    backend = growth.grower.lifecycles.backends["net.first"]
-    assert backend.life.stage.name == "TRAINING"
-    assert backend.life.gradients.mean_norm > 0
+    backend = growth.grower.lifecycles.slots["net.first"]
+    assert backend.stage.name == "TRAINING"
+    assert backend.record.gradients.mean_norm > 0
     assert module.losses == plain.losses
     assert_same(host_state(module), dict(plain.state_dict()))
 
@@ -208,7 +210,7 @@ def test_in_lightning_a_seed_learns_under_a_loss_scale(pl: ModuleType, tmp_path:
     plugin = importlib.import_module(f"{pl.__name__}.plugins").MixedPrecision("16-mixed", "cpu", scaler)
     fit(pl, module, [growth], tmp_path, plugins=[plugin])
     assert growth.grower.scaler is scaler
-    assert growth.grower.lifecycles.backends["net.first"].life.stage.name == "FOSSILIZED"
+    assert growth.grower.lifecycles.slots["net.first"].stage.name == "FOSSILIZED"
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}], ids=["plain", "accumulating"])
@@ -248,7 +250,7 @@ def test_a_lightning_run_resumed_from_a_checkpoint_equals_an_uninterrupted_one(p
         return module, growth
 
     _, whole = run(tmp_path / "whole")
-    assert whole.grower.lifecycles.backends["net.first"].life.stage.name == "FOSSILIZED"
+    assert whole.grower.lifecycles.slots["net.first"].stage.name == "FOSSILIZED"
     checkpoints = sorted((tmp_path / "whole").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     assert len(checkpoints) == EPOCHS
     for checkpoint in checkpoints[:-1]:  # the last one is over for Lightning
@@ -288,7 +290,7 @@ def test_a_callback_that_has_grown_a_model_fits_again_only_from_a_checkpoint(pl:
         fit(pl, module, [growth], tmp_path)
     fit(pl, module, [growth], tmp_path, ckpt_path=tmp_path / "three.ckpt")
     assert growth.grower.epoch == EPOCHS
-    assert [entry.blueprint for entry in growth.grower.ledger.entries] == ["mlp"]
+    assert [entry.blueprint for entry in growth.grower.ledger.seeds] == ["mlp"]
 
 
 def test_a_module_that_lightning_cannot_grow_is_refused_and_left_unchanged(pl: ModuleType, tmp_path: Path) -> None:
@@ -421,7 +423,7 @@ def test_in_transformers_metrics_callbacks_sinks_and_progress_are_those_of_grow(
 
 def test_a_model_that_transformers_saves_in_mid_growth_keeps_its_seeds(huggingface: ModuleType, tmp_path: Path) -> None:
     model = make_gpt2()
-    growth = make_callback(huggingface, Script({1: [Germinate(PLACE, "test", "mlp")]}))
+    growth = make_callback(huggingface, Script({1: [Germinate(slot=PLACE, reason="test", blueprint="mlp")]}))
     make_trainer(huggingface, growth, tmp_path, model, save_strategy="epoch").train()
     model.save_pretrained(tmp_path / "saved")
     letters = Sentences(3).letters
@@ -450,13 +452,13 @@ def test_in_transformers_never_growing_changes_no_bit(huggingface: ModuleType, a
 
 def test_in_transformers_a_seed_in_the_shadow_leaves_the_host_bit_identical(huggingface: ModuleType, tmp_path: Path) -> None:
     models = [make_gpt2(), make_gpt2()]
-    script = Script({0: [Germinate(PLACE, "test", "mlp")]})
+    script = Script({0: [Germinate(slot=PLACE, reason="test", blueprint="mlp")]})
     callbacks = [make_callback(huggingface), make_callback(huggingface, script, QUICK_SHADOW)]
     for model, growth in zip(models, callbacks, strict=True):
         make_trainer(huggingface, growth, tmp_path, model).train()
-    backend = callbacks[1].grower.lifecycles.backends[PLACE]
-    assert backend.life.stage.name == "TRAINING"
-    assert backend.life.gradients.mean_norm > 0
+    backend = callbacks[1].grower.lifecycles.slots[PLACE]
+    assert backend.stage.name == "TRAINING"
+    assert backend.record.gradients.mean_norm > 0
     assert_same(*map(host_state, models))
 
 
@@ -470,7 +472,7 @@ def test_a_transformers_run_resumed_from_a_checkpoint_equals_an_uninterrupted_on
     whole = callback()
     make_trainer(huggingface, whole, tmp_path / "run", **when).train()
     baked = copy.deepcopy(whole.grower.slotted).bake()
-    assert [entry.blueprint for entry in whole.grower.ledger.entries] == ["mlp"]
+    assert [entry.blueprint for entry in whole.grower.ledger.seeds] == ["mlp"]
     steps = (5, 10, 15) if when["save_strategy"] == "epoch" else (5, 7, 10, 13)
     for step in steps:
         resumed = callback()

@@ -36,10 +36,10 @@ def settings(limit: int = 2, **others: object) -> GrowthConfig:
 def script(blueprints: tuple[str, ...]) -> Script:
     """Grow and keep the first seed, then grow the second behind it."""
     actions: dict[int, list[Action]] = {
-        0: [Germinate("first", "now", blueprints[0])],
-        KEPT: [Fossilize("first", "it pays")],
-        AGAIN: [Germinate("first#2", "again", blueprints[1])],
-        KEPT_TOO: [Fossilize("first#2", "it pays too")],
+        0: [Germinate(slot="first", reason="now", blueprint=blueprints[0])],
+        KEPT: [Fossilize(slot="first", reason="it pays")],
+        AGAIN: [Germinate(slot="first#2", reason="again", blueprint=blueprints[1])],
+        KEPT_TOO: [Fossilize(slot="first#2", reason="it pays too")],
     }
     return Script(actions)
 
@@ -64,7 +64,7 @@ def test_a_second_seed_grows_behind_a_kept_one_and_both_are_baked(blueprints: tu
     loop.host.eval()
     before = outputs(loop.slotted)
     loop.epoch(epochs=KEPT_TOO - AGAIN)
-    assert [(entry.slot, entry.outcome, entry.after) for entry in loop.grower.ledger.entries] == [
+    assert [(entry.slot, entry.outcome, entry.after) for entry in loop.grower.ledger.seeds] == [
         ("first", "kept", None),
         ("first#2", "kept", 1),
     ]
@@ -102,7 +102,7 @@ def test_a_seed_is_joined_to_its_layers_when_it_is_kept_and_no_older_one_is_on_t
 @pytest.mark.parametrize("blueprint", ["low_rank", "widen_50"])
 def test_a_rollback_to_a_time_before_a_seed_left_the_shadow_brings_it_back_there(blueprint: str) -> None:
     rules = LifecycleConfig(raise_mode="shadow", training_epochs=1, minimum_health=0.0, blend_epochs=4)
-    plan = Script({1: [Germinate("first", "now", blueprint)], 3: [Advance("first", "it has learned")]})
+    plan = Script({1: [Germinate(slot="first", reason="now", blueprint=blueprint)], 3: [Advance(slot="first", reason="it has learned")]})
     loop = make_loop(plan, GrowthConfig(lifecycle=rules), host=make_host(dropout=0.0), make_optimizer=adamw)
     loop.grower.begin()
     loop.epoch(epochs=3)
@@ -110,7 +110,7 @@ def test_a_rollback_to_a_time_before_a_seed_left_the_shadow_brings_it_back_there
         for parameter in loop.host.parameters():
             parameter.mul_(float("nan"))
     loop.epoch(epochs=1)
-    assert loop.grower.lifecycles.backends["first"].life.stage is Stage.EMBARGOED
+    assert loop.grower.lifecycles.slots["first"].stage is Stage.EMBARGOED
     assert loop.grower.state().rollbacks == 1
     assert outputs(loop.slotted).isfinite().all()
 
@@ -144,18 +144,18 @@ def test_a_run_is_resumed_with_all_slots_of_a_place_bit_for_bit(blueprints: tupl
 def test_a_rollback_closes_the_slots_that_were_opened_since() -> None:
     loop = loop_of(("widen_50", "widen_50"))
     loop.epoch(epochs=KEPT - 1)
-    state = copy.deepcopy(loop.grower.lifecycles.state_dict())
+    state = copy.deepcopy(loop.grower.lifecycles.slots_state())
     outside = {name: tensor.clone() for name, tensor in loop.slotted.state_dict().items()}
     loop.epoch(epochs=3)
-    later = copy.deepcopy(loop.grower.lifecycles.state_dict())
+    later = copy.deepcopy(loop.grower.lifecycles.slots_state())
     assert "first#2" in later
-    loop.grower.lifecycles.load_state_dict(state)
+    loop.grower.lifecycles.load_slots(state)
     assert list(loop.slotted.slots) == ["first", "second"]
     assert loop.slotted.state_dict().keys() == outside.keys()
     assert not loop.slotted.wide["first"].seeds[1:]
-    loop.grower.lifecycles.load_state_dict(later)
+    loop.grower.lifecycles.load_slots(later)
     assert list(loop.slotted.slots) == ["first", "first#2", "second"]
-    assert loop.grower.lifecycles.backends["first#2"].life.stage is Stage.HOLDING
+    assert loop.grower.lifecycles.slots["first#2"].stage is Stage.HOLDING
 
 
 @every_plan
@@ -208,7 +208,9 @@ def test_the_hosts_optimiser_goes_on_with_the_folded_layers(make_optimizer: Make
     """Its parameters are the same objects, with the moments of the seed for the new rows and columns: the next losses hardly differ."""
     losses = {}
     for is_folded in (False, True):
-        plan = Script({0: [Germinate("first", "now", "widen_100_chain")], KEPT: [Fossilize("first", "it pays")]})
+        plan = Script(
+            {0: [Germinate(slot="first", reason="now", blueprint="widen_100_chain")], KEPT: [Fossilize(slot="first", reason="it pays")]}
+        )
         unclipped = SeedOptimizerConfig(max_grad_norm=None)
         loop = make_loop(plan, settings(1, seed_optimizer=unclipped), host=make_host(dropout=0.0), make_optimizer=make_optimizer)
         loop.val = loop.data
@@ -268,12 +270,12 @@ def test_a_fold_that_would_change_the_outputs_is_undone(monkeypatch: pytest.Monk
 def test_a_seed_in_the_shadow_does_not_come_between_units_that_others_read() -> None:
     """It germinates before the second seed behind the first, which is kept later, and blends in after it."""
     actions: dict[int, list[Action]] = {
-        0: [Germinate("first", "now", "widen_50"), Germinate("second", "now", "widen_50")],
-        2: [Advance("first", "it has learned")],
-        5: [Fossilize("first", "it pays")],
-        6: [Germinate("first#2", "again", "widen_50")],
-        8: [Advance("first#2", "it has learned")],
-        9: [Advance("second", "it has learned")],
+        0: [Germinate(slot="first", reason="now", blueprint="widen_50"), Germinate(slot="second", reason="now", blueprint="widen_50")],
+        2: [Advance(slot="first", reason="it has learned")],
+        5: [Fossilize(slot="first", reason="it pays")],
+        6: [Germinate(slot="first#2", reason="again", blueprint="widen_50")],
+        8: [Advance(slot="first#2", reason="it has learned")],
+        9: [Advance(slot="second", reason="it has learned")],
     }
     rules = LifecycleConfig(raise_mode="shadow", training_epochs=1, minimum_health=0.0, blend_epochs=1, holding_epochs=1, embargo_epochs=1)
     config = GrowthConfig(lifecycle=rules, budget=BudgetConfig(max_parameters=None, max_flops=None))
@@ -304,7 +306,7 @@ def test_a_rollback_over_the_opening_of_a_slot_closes_it_and_the_training_goes_o
         next(loop.host.parameters()).fill_(math.nan)
     loop.step(*loop.data[0])
     assert loop.grower.rollbacks == 1
-    assert list(loop.slotted.slots) == list(loop.grower.lifecycles.backends) == ["first", "second"]
-    assert [(entry.slot, entry.outcome) for entry in loop.grower.ledger.entries] == [("first", "living"), ("first#2", "rolled back")]
+    assert list(loop.slotted.slots) == list(loop.grower.lifecycles.slots) == ["first", "second"]
+    assert [(entry.slot, entry.outcome) for entry in loop.grower.ledger.seeds] == [("first", "living"), ("first#2", "rolled back")]
     loop.epoch()
     assert math.isfinite(loop.grower.history.val_losses[-1])

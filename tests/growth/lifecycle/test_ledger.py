@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 
-from esper.growth.lifecycle.ledger import ANALYTICS_HEADING, LEDGER_HEADING, Entry, Ledger, Outcome, Step
+from esper.growth.lifecycle.ledger import ANALYTICS_HEADING, LEDGER_HEADING, Gain, Ledger, Outcome, SeedRecord, Step
 from esper.growth.lifecycle.stages import Stage
 
 
-def entry(number: int, blueprint: str, outcome: Outcome, *, gain: float | None = None, parameters: int = 1_000) -> Entry:
-    low, high = (None, None) if gain is None else (gain - 0.01, gain + 0.01)
-    return Entry(
-        number, f"blocks.{number}", blueprint, "joint", 4, "it looked good", parameters, 9_000, [Step(4, Stage.HOLDING, "on probation")],
-        outcome, gain, low, high, 0.015, 9,
+def entry(number: int, blueprint: str, outcome: Outcome, *, gain: float | None = None, parameters: int = 1_000) -> SeedRecord:
+    contributions = [] if gain is None else [Gain(8, gain, gain - 0.01, gain + 0.01, 0.015)]
+    return SeedRecord(
+        number, f"blocks.{number}", blueprint, "joint", 4, "it looked good", parameters, 9_000, None,
+        [Step(4, Stage.HOLDING, "on probation")], contributions, outcome, 9, rent=0.015,
     )  # fmt: skip
 
 

@@ -29,11 +29,11 @@ from esper.growth.lifecycle.stages import (
 from esper.growth.report.story import Story
 from tests.growth.builders import QUICK, QUICK_SHADOW, SLOTS, Loop, Script, config, make_data, make_host, make_loop
 
-GROW = {0: [Germinate("first", "test", "mlp")]}
+GROW = {0: [Germinate(slot="first", reason="test", blueprint="mlp")]}
 
 
 def stages(loop: Loop, number: int = 1) -> list[str]:
-    return [step.stage.name for step in loop.grower.ledger.entries[number - 1].steps]
+    return [step.stage.name for step in loop.grower.ledger.seeds[number - 1].stages]
 
 
 def refusals(loop: Loop) -> list[str]:
@@ -51,15 +51,15 @@ def test_gates_allow_exactly_the_moves_of_the_table() -> None:
 
 @pytest.mark.slow
 def test_a_seed_raised_jointly_germinates_holds_and_is_kept() -> None:
-    loop = make_loop(Script({**GROW, 8: [Fossilize("first", "test")]}))
+    loop = make_loop(Script({**GROW, 8: [Fossilize(slot="first", reason="test")]}))
     loop.val = loop.data
     loop.epoch(epochs=8)
     assert stages(loop) == ["GERMINATED", "HOLDING", "FOSSILIZED"]
-    assert loop.grower.ledger.entries[0].gain > 0
+    assert loop.grower.ledger.seeds[0].gain > 0
 
 
 def test_a_seed_raised_in_the_shadow_trains_blends_and_holds() -> None:
-    loop = make_loop(Script({**GROW, 1: [Advance("first", "test")]}), config(QUICK_SHADOW))
+    loop = make_loop(Script({**GROW, 1: [Advance(slot="first", reason="test")]}), config(QUICK_SHADOW))
     loop.epoch()
     slot = loop.slotted.slots["first"]
     assert slot.is_connected
@@ -73,7 +73,7 @@ def test_a_seed_raised_in_the_shadow_trains_blends_and_holds() -> None:
 @pytest.mark.parametrize("target", [1.0, 0.5])
 def test_alpha_rises_step_by_step_and_reaches_its_target(curve: str, target: float) -> None:
     rules = LifecycleConfig(raise_mode="shadow", training_epochs=1, blend_epochs=2, alpha_curve=curve, alpha_target=target)
-    loop = make_loop(Script({**GROW, 1: [Advance("first", "test")]}), config(rules))
+    loop = make_loop(Script({**GROW, 1: [Advance(slot="first", reason="test")]}), config(rules))
     loop.epoch()
     alphas = []
     steps = 2 * len(loop.data)
@@ -90,8 +90,8 @@ def test_alpha_rises_step_by_step_and_reaches_its_target(curve: str, target: flo
 
 def test_a_seed_that_is_withdrawn_fades_and_the_slot_waits_out_its_embargo() -> None:
     rules = LifecycleConfig(holding_epochs=1, withdraw_epochs=1, embargo_epochs=2)
-    again = [Germinate("first", "again", "norm")]
-    loop = make_loop(Script({**GROW, 1: [Prune("first", "test")], 2: again, 3: again, 4: again}), config(rules))
+    again = [Germinate(slot="first", reason="again", blueprint="norm")]
+    loop = make_loop(Script({**GROW, 1: [Prune(slot="first", reason="test")], 2: again, 3: again, 4: again}), config(rules))
     loop.epoch()
     alphas = []
     for x, y in loop.data:
@@ -103,17 +103,22 @@ def test_a_seed_that_is_withdrawn_fades_and_the_slot_waits_out_its_embargo() -> 
     assert loop.slotted.slots["first"].is_idle
     loop.epoch(epochs=2)
     assert refusals(loop) == ["the slot is under embargo after a pruned seed"] * 2
-    assert [entry.blueprint for entry in loop.grower.ledger.entries] == ["mlp", "norm"]
-    assert loop.grower.lifecycles.backends["first"].life.tried == ["mlp"]
+    assert [entry.blueprint for entry in loop.grower.ledger.seeds] == ["mlp", "norm"]
+    assert loop.grower.lifecycles.slots["first"].record.tried == ["mlp"]
 
 
 @pytest.mark.parametrize("withdraw_epochs", [0, 2])
 def test_the_ledger_gives_the_reason_of_the_prune_not_that_of_a_retarget_before_it(withdraw_epochs: int) -> None:
     rules = LifecycleConfig(holding_epochs=1, blend_epochs=2, withdraw_epochs=withdraw_epochs)
-    loop = make_loop(Script({**GROW, 1: [Retarget("first", "less is enough", 0.5)], 2: [Prune("first", "it does not pay")]}), config(rules))
+    loop = make_loop(
+        Script(
+            {**GROW, 1: [Retarget(slot="first", reason="less is enough", alpha=0.5)], 2: [Prune(slot="first", reason="it does not pay")]}
+        ),
+        config(rules),
+    )
     loop.epoch(epochs=2 + withdraw_epochs)
     assert stages(loop)[:4] == ["GERMINATED", "HOLDING", "BLENDING", "PRUNED"]
-    assert loop.grower.ledger.entries[0].why == "it does not pay"
+    assert loop.grower.ledger.seeds[0].why == "it does not pay"
     story = Story()
     for event in loop.events:
         story.take(event)
@@ -122,7 +127,7 @@ def test_the_ledger_gives_the_reason_of_the_prune_not_that_of_a_retarget_before_
 
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
 def test_pruning_gives_the_outputs_of_the_host_alone_bit_for_bit(lifecycle: LifecycleConfig) -> None:
-    loop = make_loop(Script({**GROW, 2: [Prune("first", "test")]}), config(lifecycle))
+    loop = make_loop(Script({**GROW, 2: [Prune(slot="first", reason="test")]}), config(lifecycle))
     loop.epoch(epochs=3)
     assert loop.slotted.slots["first"].seed is None
     alone = make_host()
@@ -134,12 +139,12 @@ def test_pruning_gives_the_outputs_of_the_host_alone_bit_for_bit(lifecycle: Life
 def test_gates_give_the_reason_of_a_refusal() -> None:
     script = Script(
         {
-            0: [Germinate("first", "test", "conv3x3"), Advance("second", "test")],
-            1: [Germinate("first", "test", "mlp"), Prune("second", "test")],
-            2: [Germinate("first", "test", "mlp")],
-            3: [Fossilize("first", "test")],
-            4: [Advance("first", "test"), Retarget("second", "test", 0.5)],
-            5: [Retarget("first", "test", 1.5)],
+            0: [Germinate(slot="first", reason="test", blueprint="conv3x3"), Advance(slot="second", reason="test")],
+            1: [Germinate(slot="first", reason="test", blueprint="mlp"), Prune(slot="second", reason="test")],
+            2: [Germinate(slot="first", reason="test", blueprint="mlp")],
+            3: [Fossilize(slot="first", reason="test")],
+            4: [Advance(slot="first", reason="test"), Retarget(slot="second", reason="test", alpha=0.5)],
+            5: [Retarget(slot="first", reason="test", alpha=1.5)],
         }
     )
     loop = make_loop(script, config(LifecycleConfig(holding_epochs=6)))
@@ -160,14 +165,14 @@ def test_gates_give_the_reason_of_a_refusal() -> None:
 
 def test_a_seed_in_the_shadow_must_have_learned_with_healthy_gradients_before_it_blends() -> None:
     rules = LifecycleConfig(raise_mode="shadow", training_epochs=2)
-    loop = make_loop(Script({**GROW, 1: [Advance("first", "test")], 2: [Advance("first", "test")]}), config(rules))
+    loop = make_loop(Script({**GROW, 1: [Advance(slot="first", reason="test")], 2: [Advance(slot="first", reason="test")]}), config(rules))
     loop.epoch()
     for _ in loop.data:
         loop.step_host()
         loop.grower.after_step(torch.tensor(1.0), closure=lambda: next(loop.host.parameters()).sum() * 0 + _poisoned(loop))
     loop.grower.after_epoch(loop.evaluate)
     assert refusals(loop) == ["it has learned for 1 of 2 epochs", "the health of its gradients is 0.00, below 0.7"]
-    assert loop.grower.lifecycles.backends["first"].life.gradients.skipped == len(loop.data)
+    assert loop.grower.lifecycles.slots["first"].record.gradients.skipped == len(loop.data)
 
 
 def _poisoned(loop: Loop) -> torch.Tensor:
@@ -176,7 +181,14 @@ def _poisoned(loop: Loop) -> torch.Tensor:
 
 def test_the_target_of_alpha_can_be_changed_during_blending() -> None:
     rules = LifecycleConfig(raise_mode="shadow", training_epochs=1, blend_epochs=2)
-    script = Script({**GROW, 1: [Advance("first", "test")], 2: [Retarget("first", "test", 0.25)], 4: [Retarget("first", "test", 0.75)]})
+    script = Script(
+        {
+            **GROW,
+            1: [Advance(slot="first", reason="test")],
+            2: [Retarget(slot="first", reason="test", alpha=0.25)],
+            4: [Retarget(slot="first", reason="test", alpha=0.75)],
+        }
+    )
     loop = make_loop(script, config(rules))
     loop.epoch(epochs=2)
     assert loop.slotted.slots["first"].alpha == 0.5
@@ -189,7 +201,9 @@ def test_the_target_of_alpha_can_be_changed_during_blending() -> None:
 
 
 def test_budgets_of_seeds_parameters_and_flops_refuse_with_the_numbers() -> None:
-    both = {0: [Germinate("first", "test", "low_rank"), Germinate("second", "test", "low_rank")]}
+    both = {
+        0: [Germinate(slot="first", reason="test", blueprint="low_rank"), Germinate(slot="second", reason="test", blueprint="low_rank")]
+    }
     cost = make_loop().grower.lifecycles.price("first", "low_rank")
     host = make_loop().slotted.discovery.host
     parameters = BudgetConfig(max_parameters=1.5 * cost.parameters / host.parameters)
@@ -231,11 +245,11 @@ class Wild:
 
     def _action(self, slot: str) -> Action:
         kinds = [
-            lambda: Germinate(slot, "wild", self.random.choice(WILD_BLUEPRINTS)),
-            lambda: Advance(slot, "wild"),
-            lambda: Retarget(slot, "wild", self.random.choice([0.0, 0.3, 1.0, 2.0])),
-            lambda: Fossilize(slot, "wild"),
-            lambda: Prune(slot, "wild"),
+            lambda: Germinate(slot=slot, reason="wild", blueprint=self.random.choice(WILD_BLUEPRINTS)),
+            lambda: Advance(slot=slot, reason="wild"),
+            lambda: Retarget(slot=slot, reason="wild", alpha=self.random.choice([0.0, 0.3, 1.0, 2.0])),
+            lambda: Fossilize(slot=slot, reason="wild"),
+            lambda: Prune(slot=slot, reason="wild"),
         ]
         return self.random.choices(kinds, weights=[4, 3, 1, 0.3, 1])[0]()
 
@@ -248,32 +262,32 @@ class Wild:
 
 def check_consistent(loop: Loop) -> None:
     lifecycles, ledger = loop.grower.lifecycles, loop.grower.ledger
-    for backend in lifecycles.backends.values():
-        stage, slot = backend.life.stage, backend.slot
-        assert (slot.seed is not None) == (stage in OCCUPIED) == (backend.learner is not None) == (backend.life.number is not None)
+    for backend in lifecycles.slots.values():
+        stage, slot = backend.stage, backend.slot
+        assert (slot.seed is not None) == (stage in OCCUPIED) == (backend.learner is not None) == (backend.record.number is not None)
         assert stage not in (Stage.GERMINATED, Stage.PRUNED)  # only passed through
         assert slot.is_kept == (stage is Stage.FOSSILIZED)
         assert slot.is_connected == (stage in OCCUPIED and stage is not Stage.TRAINING)
-        assert backend.life.is_withdrawing <= (stage is Stage.BLENDING)
+        assert backend.record.is_withdrawing <= (stage is Stage.BLENDING)
         if slot.seed is not None:
             assert float(slot.seed.alpha) == pytest.approx(slot.alpha)
             assert set(backend.learner.parameters) == set(slot.seed.parameters())
-            entry = ledger.entries[backend.life.number - 1]
+            entry = ledger.seeds[backend.record.number - 1]
             assert entry.outcome == ("living" if stage in LIVING else "kept")
-            assert entry.steps[-1].stage is stage
-    here = {backend.life.number for backend in lifecycles.backends.values()}
-    for index, entry in enumerate(ledger.entries, start=1):
+            assert entry.stages[-1].stage is stage
+    here = {backend.record.number for backend in lifecycles.slots.values()}
+    for index, entry in enumerate(ledger.seeds, start=1):
         assert entry.number == index
         assert (entry.outcome in ("living", "kept")) == (entry.number in here)
         assert (entry.ended is None) == (entry.outcome == "living")
         if not loop.grower.ledger.rollbacks:
-            moves = [step.stage for step in entry.steps]
+            moves = [step.stage for step in entry.stages]
             assert moves[0] is Stage.GERMINATED
             assert all(may_move(one, other).passed for one, other in pairwise(moves))
     real = sum(parameter.numel() for slot in loop.slotted.slots.values() if slot.seed for parameter in slot.seed.parameters())
     assert lifecycles.added().parameters == real
-    planted = sum(backend.slot.seed is not None for backend in lifecycles.backends.values())
-    assert loop.grower.state().seeds_left == len(lifecycles.backends) - planted
+    planted = sum(backend.slot.seed is not None for backend in lifecycles.slots.values())
+    assert loop.grower.state().seeds_left == len(lifecycles.slots) - planted
 
 
 @settings(max_examples=12)

@@ -31,8 +31,8 @@ from tests.growth.builders import (
     snapshot,
 )
 
-GROW = {0: [Germinate("first", "test", "mlp")]}
-BOTH = {0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")]}
+GROW = {0: [Germinate(slot="first", reason="test", blueprint="mlp")]}
+BOTH = {0: [Germinate(slot="first", reason="test", blueprint="mlp"), Germinate(slot="second", reason="test", blueprint="low_rank")]}
 
 
 def poison_host(loop: Loop) -> None:
@@ -48,7 +48,7 @@ def poison_seed(loop: Loop, name: str) -> None:
 def seeds_of(loop: Loop) -> dict:
     learners = {
         name: backend.learner.optimizer.state_dict()
-        for name, backend in loop.grower.lifecycles.backends.items()
+        for name, backend in loop.grower.lifecycles.slots.items()
         if backend.learner is not None
     }
     seeds = {name: dict(slot.seed.state_dict()) for name, slot in loop.slotted.slots.items() if slot.seed is not None}
@@ -61,17 +61,17 @@ def test_a_rollback_restores_weights_buffers_both_optimisers_scaler_schedule_sta
     scaler, schedule = torch.amp.GradScaler("cpu", init_scale=8.0), StepLR(optimizer, 1, gamma=0.5)
     scaler.scale(torch.ones(1))
     rules = LifecycleConfig(raise_mode="shadow", training_epochs=1, blend_epochs=4)
-    script = Script({**GROW, 1: [Advance("first", "test")]})
+    script = Script({**GROW, 1: [Advance(slot="first", reason="test")]})
     loop = make_loop(script, config(rules), host=host, make_optimizer=lambda model: optimizer, scaler=scaler, scheduler=schedule)
     loop.grower.begin()
     loop.epoch(epochs=2)
-    slot, backend = loop.slotted.slots["first"], loop.grower.lifecycles.backends["first"]
+    slot, backend = loop.slotted.slots["first"], loop.grower.lifecycles.slots["first"]
     assert 0 < slot.alpha < 1
     slot.connect(False)  # so that it is not blamed for what the host does
     loop.grower._recovery.take_snapshot()
 
     def state() -> list:
-        life = [slot.alpha, backend.life.stage, backend.life.ramp.done]
+        life = [slot.alpha, backend.stage, backend.record.ramp.done]
         return [snapshot(host, optimizer), seeds_of(loop), life, scaler.state_dict(), schedule.state_dict()]
 
     held = copy.deepcopy(state())
@@ -99,13 +99,13 @@ def test_a_diverging_seed_is_put_under_embargo_and_training_continues() -> None:
     assert (event.epoch, event.to_epoch, event.embargoed) == (2, 2, ["first", "second"])
     assert "is nan" in event.reason
     assert_same(snapshot(loop.host, loop.optimizer), before)
-    assert {backend.life.stage for backend in loop.grower.lifecycles.backends.values()} == {Stage.EMBARGOED}
-    assert [entry.outcome for entry in loop.grower.ledger.entries] == ["rolled back", "rolled back"]
+    assert {backend.stage for backend in loop.grower.lifecycles.slots.values()} == {Stage.EMBARGOED}
+    assert [entry.outcome for entry in loop.grower.ledger.seeds] == ["rolled back", "rolled back"]
     loop.epoch(epochs=3)
     assert loop.grower.rollbacks == 1  # the end of the epoch does not count the same disaster again
     assert all(map(math.isfinite, loop.grower.history.train_losses))
     assert math.isfinite(loop.losses[-1])
-    assert {backend.life.stage for backend in loop.grower.lifecycles.backends.values()} == {Stage.DORMANT}
+    assert {backend.stage for backend in loop.grower.lifecycles.slots.values()} == {Stage.DORMANT}
 
 
 def test_a_disaster_in_the_last_step_of_an_epoch_causes_one_rollback() -> None:
@@ -156,33 +156,33 @@ def test_a_validation_loss_that_is_not_finite_causes_a_rollback_at_the_end_of_th
 
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
 def test_a_rollback_removes_a_seed_that_germinated_after_the_snapshot(lifecycle: LifecycleConfig) -> None:
-    loop = make_loop(Script({2: [Germinate("first", "test", "mlp")]}), config(lifecycle))
+    loop = make_loop(Script({2: [Germinate(slot="first", reason="test", blueprint="mlp")]}), config(lifecycle))
     loop.epoch(epochs=2)
     poison_host(loop)
     loop.step(*loop.data[0])
-    (entry,) = loop.grower.ledger.entries
+    (entry,) = loop.grower.ledger.seeds
     assert entry.outcome == "rolled back"
     assert loop.slotted.slots["first"].seed is None
     expected = Stage.EMBARGOED if lifecycle is QUICK else Stage.DORMANT  # one that the host did not see is not to blame
-    assert loop.grower.lifecycles.backends["first"].life.stage is expected
+    assert loop.grower.lifecycles.slots["first"].stage is expected
 
 
 def test_a_rollback_restores_a_seed_that_was_pruned_after_the_snapshot() -> None:
     rules = LifecycleConfig(holding_epochs=1, withdraw_epochs=0, embargo_epochs=1)
-    loop = make_loop(Script({**GROW, 2: [Prune("first", "test")]}), config(rules))
+    loop = make_loop(Script({**GROW, 2: [Prune(slot="first", reason="test")]}), config(rules))
     loop.epoch()
     loop.epoch()  # the snapshot of this epoch was taken before the decision
     assert loop.slotted.slots["first"].seed is None
-    assert loop.grower.ledger.entries[0].outcome == "pruned"
+    assert loop.grower.ledger.seeds[0].outcome == "pruned"
     poison_host(loop)
     loop.step(*loop.data[0])
     seed = loop.slotted.slots["first"].seed
     assert seed is not None
     assert any(parameter.abs().sum() > 0 for parameter in seed.parameters())
-    assert loop.grower.lifecycles.backends["first"].learner.optimizer.state
-    entry = loop.grower.ledger.entries[0]
+    assert loop.grower.lifecycles.slots["first"].learner.optimizer.state
+    entry = loop.grower.ledger.seeds[0]
     assert (entry.outcome, entry.ended) == ("living", None)
-    assert entry.steps[-1].stage is Stage.HOLDING
+    assert entry.stages[-1].stage is Stage.HOLDING
     loop.epoch(epochs=2)
     assert loop.grower.rollbacks == 1
 
@@ -192,7 +192,7 @@ def test_a_rollback_restores_a_seed_that_was_pruned_after_the_snapshot() -> None
 def test_a_seed_whose_removal_caused_a_rollback_comes_back_and_is_not_pruned_again_at_once(withdraw_epochs: int) -> None:
     """The controller wants to prune a seed without which the loss is fifty times as high."""
     rules = LifecycleConfig(holding_epochs=1, withdraw_epochs=withdraw_epochs, blend_epochs=1, embargo_epochs=3)
-    script = Script({**GROW, **{epoch: [Prune("first", "it does not pay")] for epoch in range(6, 30)}})
+    script = Script({**GROW, **{epoch: [Prune(slot="first", reason="it does not pay")] for epoch in range(6, 30)}})
     loop = make_loop(script, config(rules, governor=GovernorConfig(uninformed_loss=100.0)))
     slot = loop.slotted.slots["first"]
     for _ in range(30):
@@ -200,36 +200,37 @@ def test_a_seed_whose_removal_caused_a_rollback_comes_back_and_is_not_pruned_aga
             loop.step_host()
             loop.grower.after_step(torch.tensor(1.0 if slot.seed is not None and slot.alpha > 0.5 else 50.0))
         loop.grower.after_epoch(lambda: [1.0])
-    (entry,) = loop.grower.ledger.entries
+    (entry,) = loop.grower.ledger.seeds
     assert entry.outcome == "living"
     assert slot.alpha > 0.5
     # The embargo on pruning it doubles: 3 epochs, then 6, then 12.
     events = [event for event in loop.events if event.kind == "rolled_back"]
     assert 2 <= len(events) <= 4
-    assert all((event.embargoed, event.brought_back) == ([], ["first"]) for event in events)
+    assert all((event.embargoed, event.gone) == ([], []) for event in events)
+    assert all([(one.number, one.slot, one.is_protected) for one in event.back] == [(1, "first", True)] for event in events)
     assert entry.brought_back == len(events)
-    assert [step.reason.partition(":")[0] for step in entry.steps].count("it is back") == len(events)
+    assert [step.reason.partition(":")[0] for step in entry.stages].count("it is back") == len(events)
     story = Story()
     for event in loop.events:
         story.take(event)
     (seed,) = story.seeds
-    assert (seed.outcome, seed.stages[-1][1]) == ("living", "HOLDING")
-    assert [stage for _, stage in seed.stages].count("GERMINATED") == 1
+    assert seed == entry
+    assert [step.stage for step in seed.stages].count(Stage.GERMINATED) == 1
     refusals = {refused.reason for refused in loop.grower.ledger.refused}
     assert "the governor brought the seed back after its removal; it may be pruned in 5 epochs" in refusals
 
 
 @pytest.mark.slow
 def test_a_rollback_puts_a_seed_kept_after_the_snapshot_on_trial_again() -> None:
-    loop = make_loop(Script({**GROW, 8: [Fossilize("first", "test")]}))
+    loop = make_loop(Script({**GROW, 8: [Fossilize(slot="first", reason="test")]}))
     loop.val = loop.data
     loop.epoch(epochs=8)
     assert loop.slotted.slots["first"].is_kept
     poison_host(loop)
     loop.step(*loop.data[0])
-    assert loop.grower.lifecycles.backends["first"].life.stage is Stage.HOLDING
+    assert loop.grower.lifecycles.slots["first"].stage is Stage.HOLDING
     assert not loop.slotted.slots["first"].is_kept
-    assert loop.grower.ledger.entries[0].outcome == "living"
+    assert loop.grower.ledger.seeds[0].outcome == "living"
 
 
 def test_repeated_failures_end_the_run_with_a_usable_model() -> None:
@@ -255,7 +256,7 @@ def test_repeated_failures_end_the_run_with_a_usable_model() -> None:
 
 @pytest.mark.slow
 def test_a_rollback_drops_pending_gradients() -> None:
-    loop = make_loop(Script({**GROW, 8: [Fossilize("first", "test")]}))
+    loop = make_loop(Script({**GROW, 8: [Fossilize(slot="first", reason="test")]}))
     loop.val = loop.data
     loop.epoch(epochs=9)
     seed = loop.slotted.slots["first"].seed
@@ -265,7 +266,7 @@ def test_a_rollback_drops_pending_gradients() -> None:
     assert loop.slotted.slots["first"].seed is seed
     assert all(parameter.grad is None for parameter in seed.parameters())
     loop.epoch()
-    assert loop.grower.lifecycles.backends["first"].life.gradients.skipped == 0
+    assert loop.grower.lifecycles.slots["first"].record.gradients.skipped == 0
 
 
 @pytest.mark.slow
@@ -300,7 +301,7 @@ def test_a_first_batch_that_breaks_the_weights_is_rolled_back(script: dict) -> N
     plain_step(loop, torch.full_like(x, math.nan), y)
     assert loop.grower.rollbacks == 1
     assert_same(snapshot(loop.host), before)
-    assert [entry.outcome for entry in loop.grower.ledger.entries] == ["living"] * len(script)  # what was not there is not to blame
+    assert [entry.outcome for entry in loop.grower.ledger.seeds] == ["living"] * len(script)  # what was not there is not to blame
     for x, y in loop.data[1:]:
         plain_step(loop, x, y)
     loop.grower.after_epoch(loop.evaluate)

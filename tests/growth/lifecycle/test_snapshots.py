@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper.growth.lifecycle.recovery import Snapshots
+from esper.growth.lifecycle.snapshots import Snapshots
 from esper.runs.tensors import join, split
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

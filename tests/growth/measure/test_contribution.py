@@ -42,7 +42,7 @@ from tests.growth.builders import (
     snapshot,
 )
 
-BOTH = {0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")]}
+BOTH = {0: [Germinate(slot="first", reason="test", blueprint="mlp"), Germinate(slot="second", reason="test", blueprint="low_rank")]}
 
 
 def grown(lifecycle: LifecycleConfig = QUICK, **options) -> Loop:
@@ -158,7 +158,7 @@ def test_an_open_number_of_looks_never_exceeds_an_error_of_5_percent() -> None:
 
 
 def test_a_seed_on_trial_is_measured_at_the_confidence_of_its_planned_looks() -> None:
-    loop = make_loop(Script({0: [Germinate("first", "test", "mlp")]}), config(QUICK), epochs=4)
+    loop = make_loop(Script({0: [Germinate(slot="first", reason="test", blueprint="mlp")]}), config(QUICK), epochs=4)
     seen = []
     for look in range(1, 4):
         loop.epoch()
@@ -303,7 +303,7 @@ def test_the_search_for_alpha_finds_the_lowest_loss_and_leaves_alpha_alone() -> 
 
 def test_alpha_of_a_blending_seed_does_not_change_by_a_measurement() -> None:
     rules = LifecycleConfig(raise_mode="shadow", training_epochs=1, blend_epochs=4)
-    loop = make_loop(Script({**BOTH, 1: [Advance("first", "test")]}), config(rules))
+    loop = make_loop(Script({**BOTH, 1: [Advance(slot="first", reason="test")]}), config(rules))
     loop.epoch(epochs=2)
     assert 0 < loop.slotted.slots["first"].alpha < 1
     alpha = loop.slotted.slots["first"].alpha
@@ -435,7 +435,9 @@ def test_a_probe_leaves_the_host_bit_identical_and_finds_promises_for_free_slots
 @pytest.mark.slow
 def test_a_second_pass_in_the_shadow_does_not_count_as_a_training_step() -> None:
     def promises(closure_again: int) -> dict:
-        loop = make_loop(Script({0: [Germinate("first", "test", "mlp")]}, probes=[0]), config(QUICK_SHADOW), dtype=torch.float64)
+        loop = make_loop(
+            Script({0: [Germinate(slot="first", reason="test", blueprint="mlp")]}, probes=[0]), config(QUICK_SHADOW), dtype=torch.float64
+        )
         loop.grower.begin()
         for x, y in loop.data:
             loss = cross_entropy(loop.host(x), y)

@@ -23,6 +23,7 @@ from esper.growth import GrowthConfig, grow
 from esper.growth.config import LifecycleConfig, RentConfig
 from esper.growth.events import (
     ActionRefused,
+    Birth,
     EpochEnded,
     FinalTest,
     GrowthFinished,
@@ -31,6 +32,7 @@ from esper.growth.events import (
     PassedOver,
     Probed,
     RolledBack,
+    SeedBack,
     SlotView,
     StageEntered,
     TwinCompared,
@@ -59,9 +61,17 @@ pytestmark = pytest.mark.slow  # a model is trained, and a page is made by anoth
 NASTY = "<script>alert('x')</script> & $x^2$"
 
 
+NUMBERS = {"a": 1, "b": 2}  # of the first seeds in these slots; the norm in b is 3
+
+
+def number_of(slot: str, blueprint: str | None) -> int:
+    return 3 if blueprint == "norm" else NUMBERS.get(slot, 1)
+
+
 def view(slot: str, stage: str, blueprint: str | None = None, *, gain: float | None = None) -> SlotView:
     low, high = (None, None) if gain is None else (gain - 0.01, gain + 0.01)
-    return SlotView(slot, stage, blueprint, 1.0, 2, 1.0, gain, low, high, 300 if blueprint else 0, 0.01 if blueprint else 0.0)
+    number = None if blueprint is None else number_of(slot, blueprint)
+    return SlotView(slot, number, stage, blueprint, 1.0, 2, 1.0, gain, low, high, 300 if blueprint else 0, 0.01 if blueprint else 0.0)
 
 
 def epoch(number: int, *views: SlotView, decision: str = "waits") -> EpochEnded:
@@ -73,7 +83,9 @@ def epoch(number: int, *views: SlotView, decision: str = "waits") -> EpochEnded:
 
 
 def entered(number: int, slot: str, stage: str, reason: str = "a reason", blueprint: str = "conv3x3") -> StageEntered:
-    return StageEntered(epoch=number, slot=slot, blueprint=blueprint, stage=stage, reason=reason)
+    birth = Birth("joint", 300, 1_000) if stage == "GERMINATED" else None
+    seed = None if stage in ("EMBARGOED", "DORMANT") else number_of(slot, blueprint)
+    return StageEntered(epoch=number, slot=slot, number=seed, blueprint=blueprint, stage=stage, reason=reason, birth=birth)
 
 
 def eventful_run() -> list[Event]:
@@ -86,10 +98,11 @@ def eventful_run() -> list[Event]:
         entered(2, "b", "GERMINATED"),
         entered(2, "b", "HOLDING"),
         epoch(2, view("a", "HOLDING", NASTY), view("b", "HOLDING", "conv3x3"), decision=f"germinate a: {NASTY}"),
-        ActionRefused(epoch=3, slot="b", action="fossilize", reason="too early"),
+        ActionRefused(epoch=3, slot="b", number=2, action="fossilize", reason="too early"),
         entered(3, "a", "FOSSILIZED", "removing it now would raise the loss by 0.05"),
+        Measured(epoch=3, slot="a", number=1, gain=0.05, gain_low=0.04, gain_high=0.06, rent=0.01),
         epoch(3, view("a", "FOSSILIZED", NASTY, gain=0.05), view("b", "HOLDING", "conv3x3", gain=0.004)),
-        Measured(epoch=4, slot="b", gain=0.005, gain_low=-0.005, gain_high=0.015, rent=0.01),
+        Measured(epoch=4, slot="b", number=2, gain=0.005, gain_low=-0.005, gain_high=0.015, rent=0.01),
         entered(4, "b", "BLENDING", "it does not pay; alpha falls to 0"),
         epoch(4, view("a", "FOSSILIZED", NASTY, gain=0.05), view("b", "BLENDING", "conv3x3", gain=0.005)),
         entered(5, "b", "PRUNED", "it does not pay"),
@@ -98,9 +111,8 @@ def eventful_run() -> list[Event]:
         entered(5, "b", "GERMINATED", blueprint="norm"),
         entered(5, "b", "HOLDING", blueprint="norm"),
         epoch(5, view("a", "FOSSILIZED", NASTY, gain=0.05), view("b", "HOLDING", "norm")),
-        entered(6, "b", "PRUNED", "the governor went back", blueprint="norm"),
+        RolledBack(epoch=6, to_epoch=5, reason="the training loss is nan", embargoed=["b"], gone=[3]),
         entered(6, "b", "EMBARGOED", blueprint="norm"),
-        RolledBack(epoch=6, to_epoch=5, reason="the training loss is nan", embargoed=["b"]),
         epoch(6, view("a", "FOSSILIZED", NASTY, gain=0.05), view("b", "EMBARGOED")),
         GrowthFinished(
             epoch=6, why="finished", tried=3, kept=1, rollbacks=1, val_loss_before=2.3, val_loss=0.4, parameters=1_300,
@@ -156,7 +168,7 @@ def test_every_seed_gets_its_outcome_and_its_reason() -> None:
         ("b", "rolled back", 5, 6),
     ]
     assert seeds[1].why == "it does not pay"
-    assert seeds[2].why == "the training loss is nan"
+    assert seeds[2].why == "the governor went back: the training loss is nan"
     assert (seeds[0].gain, seeds[1].gain, seeds[2].gain) == (0.05, 0.005, None)
 
 
@@ -165,7 +177,7 @@ def test_a_seed_that_a_rollback_brings_back_lives_on() -> None:
         *eventful_run()[:6],
         epoch(2, view("a", "HOLDING", "conv3x3"), view("b", "HOLDING", "conv3x3")),
         entered(3, "a", "PRUNED"),
-        RolledBack(epoch=3, to_epoch=2, reason="a spike", embargoed=["b"]),
+        RolledBack(epoch=3, to_epoch=2, reason="a spike", embargoed=["b"], gone=[2], back=[SeedBack(1, "a", "HOLDING", "living", True)]),
         epoch(3, view("a", "HOLDING", "conv3x3"), view("b", "EMBARGOED")),
     ]
     assert [seed.outcome for seed in summarise(events).seeds] == ["living", "rolled back"]
@@ -184,9 +196,11 @@ class Once:
     def decide(self, state: GrowthState) -> Decision:
         first, second = (slot for slot in state.slots[:2])
         if state.epoch == 1:
-            return Decision(tuple(Germinate(slot.place.name, "try it", slot.candidates[0].blueprint) for slot in (first, second)))
+            return Decision(
+                tuple(Germinate(slot=slot.place.name, reason="try it", blueprint=slot.candidates[0].blueprint) for slot in (first, second))
+            )
         if first.stage is Stage.HOLDING and first.contribution is not None:
-            return Decision((Fossilize(first.place.name, "keep it"), Prune(second.place.name, "take it out")))
+            return Decision((Fossilize(slot=first.place.name, reason="keep it"), Prune(slot=second.place.name, reason="take it out")))
         return Decision()
 
     def state_dict(self) -> dict[str, object]:
@@ -205,12 +219,12 @@ def test_the_summary_of_the_events_agrees_with_the_ledger(tmp_path: Path) -> Non
     grown = grow(model, batches, batches, F.cross_entropy, epochs=6, controller=Once(), config=config, run=tmp_path / "run")
     seeds = read_story(tmp_path / "run").seeds
     assert {seed.outcome for seed in seeds} == {"kept", "pruned"}
-    for seed, entry in zip(seeds, grown.ledger.entries, strict=True):
+    for seed, entry in zip(seeds, grown.ledger.seeds, strict=True):
         told_by_ledger = (entry.number, entry.slot, entry.blueprint, entry.born, entry.outcome, entry.ended, entry.parameters)
         assert (seed.number, seed.slot, seed.blueprint, seed.born, seed.outcome, seed.ended, seed.parameters) == told_by_ledger
         assert (seed.gain, seed.gain_low, seed.gain_high) == (entry.gain, entry.gain_low, entry.gain_high)
-    assert ledger_rows(seeds) == ledger_rows(grown.ledger.entries), "every cell of them, the reasons too"
-    assert analytics_rows(seeds) == analytics_rows(grown.ledger.entries)
+    assert ledger_rows(seeds) == ledger_rows(grown.ledger.seeds), "every cell of them, the reasons too"
+    assert analytics_rows(seeds) == analytics_rows(grown.ledger.seeds)
     assert grown.report().startswith(headline(read_story(tmp_path / "run")))
     views = [slot for ended in read_story(tmp_path / "run").epochs for slot in ended.slots if Stage[slot.stage] in OCCUPIED and slot.age]
     assert views
@@ -284,7 +298,7 @@ def test_the_report_says_why_a_candidate_was_passed_over_and_which_one_grew() ->
 def test_the_report_says_what_a_rollback_cost() -> None:
     lost = [
         RolledBack(epoch=6, to_epoch=5, reason="the training loss is nan", embargoed=["b"], steps_lost=37, seconds_lost=2.5),
-        RolledBack(epoch=6, to_epoch=4, reason="a spike", embargoed=[], steps_lost=3, seconds_lost=None, brought_back=["a"]),
+        RolledBack(epoch=6, to_epoch=4, reason="a spike", embargoed=[], back=[SeedBack(1, "a", "HOLDING", "living", True)], steps_lost=3),
     ]
     story = summarise([*eventful_run()[:20], *lost])
     assert rollback_rows(story) == [
@@ -485,15 +499,20 @@ print({{"torch", "matplotlib"}} & set(sys.modules))"""
 
 def test_layers_that_became_wider_are_drawn_with_the_units_of_every_seed_that_is_there() -> None:
     story = Story()
-    for epoch, slot, stage in ((4, "a", "FOSSILIZED"), (8, "a#2", "HOLDING"), (9, "b", "PRUNED")):
+    for number, (epoch, slot, stage) in enumerate(((4, "a", "FOSSILIZED"), (8, "a#2", "HOLDING"), (9, "b", "PRUNED")), start=1):
         before = {NASTY: 8 if epoch == 4 else 16, "head": 3}
         story.take(
             Widened(
-                epoch=epoch, slot=slot, blueprint="widen_100", units={NASTY: 8, "head": 1} if epoch == 4 else {NASTY: 16}, before=before
+                epoch=epoch,
+                slot=slot,
+                number=number,
+                blueprint="widen_100",
+                units={NASTY: 8, "head": 1} if epoch == 4 else {NASTY: 16},
+                before=before,
             )
         )
         for entered in ("GERMINATED", "HOLDING", stage):
-            story.take(StageEntered(epoch=epoch, slot=slot, blueprint="widen_100", stage=entered, reason="test"))
+            story.take(StageEntered(epoch=epoch, slot=slot, number=number, blueprint="widen_100", stage=entered, reason="test"))
     drawing = width_drawing(story)
     assert NASTY not in drawing
     texts = [unescape(text) for text in re.findall(r"<text[^>]*>(.*?)</text>", drawing)]

@@ -21,7 +21,7 @@ from esper.growth.lifecycle.stages import Germinate
 from esper.growth.seeds.seed import Seed
 from tests.growth.builders import QUICK_SHADOW, SAM, Loop, Script, adamw, assert_same, config, make_host, make_loop, sgd, snapshot
 
-GROW = {0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")]}
+GROW = {0: [Germinate(slot="first", reason="test", blueprint="mlp"), Germinate(slot="second", reason="test", blueprint="low_rank")]}
 JUNK = 100 * torch.ones(8, 6)
 
 
@@ -104,7 +104,7 @@ def test_a_step_after_all_gradients_were_set_to_none_steps_nothing() -> None:
     forget_by_hand(loop)
     loop.optimizer.step()
     assert same(weights(loop), before)
-    assert not any(backend.learner.has_gradients for backend in loop.grower.lifecycles.backends.values())
+    assert not any(backend.learner.has_gradients for backend in loop.grower.lifecycles.slots.values())
 
 
 def test_a_seed_keeps_its_gradient_where_only_some_of_the_hosts_are_set_to_none() -> None:
@@ -115,7 +115,7 @@ def test_a_seed_keeps_its_gradient_where_only_some_of_the_hosts_are_set_to_none(
     expected = [parameter.grad for parameter in seed_of(loop).parameters()]
     loop.optimizer.step()
     assert expected[-1] is not None
-    assert loop.grower.lifecycles.backends["first"].learner.report().steps == 1
+    assert loop.grower.lifecycles.slots["first"].learner.report().steps == 1
 
 
 def test_a_step_repeated_without_a_new_gradient_is_repeated_for_the_seed() -> None:
@@ -143,7 +143,7 @@ def test_calling_after_step_for_every_accumulated_part_equals_calling_it_once() 
             loop.optimizer.zero_grad()
             loop.grower.after_step(loss * 4)
         loop.grower.after_epoch(loop.evaluate)
-        assert loop.grower.lifecycles.backends["first"].life.gradients.steps == 8
+        assert loop.grower.lifecycles.slots["first"].record.gradients.steps == 8
         return weights(loop)
 
     assert same(trained(per_part=True), trained(per_part=False))
@@ -222,7 +222,7 @@ def test_under_sam_the_seed_learns_by_the_gradient_of_the_perturbed_weights_alon
             torch.testing.assert_close(list(seed_of(loop).parameters())[index].detach(), parameter.detach() - 0.1 * momentum[index])
         loop.grower.after_step(loss)
     loop.grower.after_epoch(loop.evaluate)
-    assert loop.grower.lifecycles.backends["first"].life.gradients.steps == len(loop.data)
+    assert loop.grower.lifecycles.slots["first"].record.gradients.steps == len(loop.data)
 
 
 def test_the_step_of_another_optimiser_does_not_step_the_seed() -> None:
@@ -254,8 +254,8 @@ def test_a_gradient_penalty_leaves_nothing_behind() -> None:
     loop.optimizer.step()
     loop.optimizer.zero_grad()
     loop.grower.after_step(loss)
-    assert loop.grower.lifecycles.backends["first"].learner.report().steps == 1
-    assert not any(backend.learner.has_gradients for backend in loop.grower.lifecycles.backends.values())
+    assert loop.grower.lifecycles.slots["first"].learner.report().steps == 1
+    assert not any(backend.learner.has_gradients for backend in loop.grower.lifecycles.slots.values())
 
 
 class Twice(torch.optim.SGD):
@@ -269,7 +269,7 @@ def test_an_optimiser_whose_step_calls_that_of_its_base_class_steps_seeds_once()
     torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     loop = make_loop_without_dropout(lambda model: Twice(model.parameters(), lr=0.1))
     loop.step(*loop.data[0])
-    assert loop.grower.lifecycles.backends["first"].learner.report().steps == 1
+    assert loop.grower.lifecycles.slots["first"].learner.report().steps == 1
 
 
 class Fails(torch.optim.SGD):
@@ -290,7 +290,7 @@ def test_after_a_step_that_failed_seeds_go_on_with_the_next() -> None:
     loop.grower.after_step(torch.tensor(1.0))
     loop.optimizer.zero_grad()
     loop.step(*loop.data[1])
-    assert loop.grower.lifecycles.backends["first"].learner.report().steps == 1
+    assert loop.grower.lifecycles.slots["first"].learner.report().steps == 1
 
 
 @pytest.mark.parametrize("made", ["before", "after"])
@@ -301,7 +301,7 @@ def test_a_schedule_made_before_or_after_the_grower_steps_seeds_once_at_the_rate
     loop = make_loop(Script(GROW), host=host, make_optimizer=lambda model: optimizer)
     loop.grower.begin()
     schedule = schedules[0] if schedules else OneCycleLR(optimizer, max_lr=0.5, total_steps=10)
-    learner = loop.grower.lifecycles.backends["first"].learner
+    learner = loop.grower.lifecycles.slots["first"].learner
     for x, y in loop.data:
         loss = loss_of(loop, x, y)
         loss.backward()
@@ -350,7 +350,7 @@ def test_a_zero_grad_that_the_user_replaced_is_restored(way: str) -> None:
     optimizer.zero_grad()
     host.zero_grad()
     assert calls == ["optimizer", "model"]
-    assert not loop.grower.lifecycles.backends["first"].learner.has_gradients
+    assert not loop.grower.lifecycles.slots["first"].learner.has_gradients
     ways_out(loop)[way]()
     assert (host.zero_grad, optimizer.zero_grad) == own
 
@@ -385,7 +385,7 @@ def test_copies_of_optimiser_and_model_do_not_step_the_seeds(kind: type[Optimize
     assert same(weights(loop), before)
     assert same([parameter.grad for parameter in seed_of(loop).parameters()], gradients)
     loop.optimizer.step()
-    assert loop.grower.lifecycles.backends["first"].learner.report().steps == 1
+    assert loop.grower.lifecycles.slots["first"].learner.report().steps == 1
 
 
 def test_a_copy_of_the_slotted_model_grows_and_is_baked_independently() -> None:
@@ -438,8 +438,8 @@ def test_two_growers_share_an_optimiser_and_each_can_stop_first() -> None:
         sum(loss_of(loop, x, y) for loop in loops).backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert [backend.learner.report().steps for backend in remaining.grower.lifecycles.backends.values()] == [1, 1]
-        assert not any(backend.learner.has_gradients for backend in remaining.grower.lifecycles.backends.values())
+        assert [backend.learner.report().steps for backend in remaining.grower.lifecycles.slots.values()] == [1, 1]
+        assert not any(backend.learner.has_gradients for backend in remaining.grower.lifecycles.slots.values())
         remaining.grower.stop()
         optimizer.zero_grad()
         assert not optimizer._optimizer_step_post_hooks
@@ -477,14 +477,14 @@ def test_a_step_that_the_scaler_skips_is_skipped_for_the_seed_and_the_next_is_no
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     loop = make_loop_without_dropout(lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=is_fused), scaler=scaler)
     scaled_step(loop, scaler)
-    before, state = weights(loop), snapshot(loop.grower.lifecycles.backends["first"].learner.optimizer)
+    before, state = weights(loop), snapshot(loop.grower.lifecycles.slots["first"].learner.optimizer)
     scaled_step(loop, scaler, spoil=lambda: loop.host.head.weight.grad.fill_(math.inf))
     assert same(weights(loop), before)
-    assert_same(snapshot(loop.grower.lifecycles.backends["first"].learner.optimizer), state)
+    assert_same(snapshot(loop.grower.lifecycles.slots["first"].learner.optimizer), state)
     assert scaler.get_scale() == 8.0
     scaled_step(loop, scaler)
     assert not torch.equal(weights(loop)[-1], before[-1])
-    assert loop.grower.lifecycles.backends["first"].learner.report().steps == 2
+    assert loop.grower.lifecycles.slots["first"].learner.report().steps == 2
 
 
 def test_a_step_that_the_scaler_skips_is_skipped_for_a_seed_in_the_shadow() -> None:
@@ -497,7 +497,7 @@ def test_a_step_that_the_scaler_skips_is_skipped_for_a_seed_in_the_shadow() -> N
     scaled_step(loop, scaler, spoil=lambda: loop.host.head.weight.grad.fill_(math.inf), **closure)
     assert same(weights(loop), before)
     scaled_step(loop, scaler, **closure)
-    assert loop.grower.lifecycles.backends["first"].learner.report().steps == 2
+    assert loop.grower.lifecycles.slots["first"].learner.report().steps == 2
 
 
 def test_gradients_that_the_user_unscales_and_clips_are_unscaled_once_in_the_seed() -> None:

@@ -29,11 +29,11 @@ from tests.growth.builders import (
     snapshot,
 )
 
-GROW = {0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")]}
+GROW = {0: [Germinate(slot="first", reason="test", blueprint="mlp"), Germinate(slot="second", reason="test", blueprint="low_rank")]}
 AGAIN = {
-    0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")],
-    2: [Prune("first", "test"), Prune("second", "test")],
-    4: [Germinate("first", "test", "low_rank"), Germinate("second", "test", "mlp")],
+    0: [Germinate(slot="first", reason="test", blueprint="mlp"), Germinate(slot="second", reason="test", blueprint="low_rank")],
+    2: [Prune(slot="first", reason="test"), Prune(slot="second", reason="test")],
+    4: [Germinate(slot="first", reason="test", blueprint="low_rank"), Germinate(slot="second", reason="test", blueprint="mlp")],
 }
 
 
@@ -60,7 +60,7 @@ def test_a_seed_in_the_shadow_leaves_a_host_with_batch_norm_and_dropout_bit_iden
     assert torch.equal(torch.rand(3), _next_numbers(make_host, make_optimizer, epochs))
     seeds = [slot.seed for slot in loop.slotted.slots.values()]
     assert all(seed is not None and any(parameter.abs().sum() > 0 for parameter in _last_layer(seed)) for seed in seeds)
-    assert {backend.life.stage for backend in loop.grower.lifecycles.backends.values()} == {Stage.TRAINING}
+    assert {backend.stage for backend in loop.grower.lifecycles.slots.values()} == {Stage.TRAINING}
 
 
 def _next_numbers(make, make_optimizer, epochs: int) -> torch.Tensor:
@@ -76,7 +76,7 @@ def _last_layer(seed: nn.Module) -> list[nn.Parameter]:
 
 
 def test_the_second_pass_of_a_recorded_prefix_is_shorter_and_learns(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = make_loop(Script({0: [Germinate("second", "test", "mlp")]}), config(QUICK_SHADOW))
+    loop = make_loop(Script({0: [Germinate(slot="second", reason="test", blueprint="mlp")]}), config(QUICK_SHADOW))
     loop.grower.begin()
     original = loop.host.second[0].forward
     computed = []
@@ -84,11 +84,11 @@ def test_the_second_pass_of_a_recorded_prefix_is_shorter_and_learns(monkeypatch:
     loop.epoch()
     steps = len(loop.data)
     assert len(computed) == steps + len(loop.val)  # in the user's own passes and in evaluation, never in the second pass
-    assert loop.grower.lifecycles.backends["second"].life.gradients.steps == steps
+    assert loop.grower.lifecycles.slots["second"].record.gradients.steps == steps
 
 
 def test_a_copy_of_the_model_made_while_a_seed_is_in_the_shadow_is_a_model_of_its_own() -> None:
-    loop = make_loop(Script({0: [Germinate("second", "test", "mlp")]}), config(QUICK_SHADOW))
+    loop = make_loop(Script({0: [Germinate(slot="second", reason="test", blueprint="mlp")]}), config(QUICK_SHADOW))
     loop.epoch()
     twin, average = copy.deepcopy(loop.host), AveragedModel(loop.host)
     pickled = pickle.loads(pickle.dumps(loop.host.second))
@@ -134,11 +134,11 @@ def test_a_closure_that_fails_leaves_the_host_as_it_was_and_training_goes_on() -
     assert all(slot.alpha == 0.0 and not slot.is_connected for slot in loop.slotted.slots.values())
     loop.epoch(epochs=2)
     assert loop.grower.epoch == 2
-    assert all(backend.life.gradients.health > 0 for backend in loop.grower.lifecycles.backends.values())
+    assert all(backend.record.gradients.health > 0 for backend in loop.grower.lifecycles.slots.values())
 
 
 def test_a_closure_that_calls_the_model_differently_is_computed_without_the_prefix_cache() -> None:
-    loop = make_loop(Script({0: [Germinate("second", "test", "mlp")]}), config(QUICK_SHADOW))
+    loop = make_loop(Script({0: [Germinate(slot="second", reason="test", blueprint="mlp")]}), config(QUICK_SHADOW))
     for x, y in loop.data:
         loss = cross_entropy(loop.slotted(x), y)
         loss.backward()
@@ -146,7 +146,7 @@ def test_a_closure_that_calls_the_model_differently_is_computed_without_the_pref
         loop.optimizer.zero_grad()
         loop.grower.after_step(loss, closure=lambda x=x, y=y: cross_entropy(loop.slotted(torch.cat([x, x])), torch.cat([y, y])))
     loop.grower.after_epoch(loop.evaluate)
-    assert loop.grower.lifecycles.backends["second"].life.gradients.steps == len(loop.data)
+    assert loop.grower.lifecycles.slots["second"].record.gradients.steps == len(loop.data)
 
 
 def test_the_gradient_in_the_shadow_is_that_of_the_host_with_the_seed_in_it() -> None:
@@ -156,7 +156,7 @@ def test_the_gradient_in_the_shadow_is_that_of_the_host_with_the_seed_in_it() ->
     x, y = make_data(1, dtype=torch.float64)[0]
     slotted = add_slots(host, x[:2], slots=["second"])
     settings = config(QUICK_SHADOW)
-    grower = Grower(slotted, optimizer, controller=Script({0: [Germinate("second", "test", "mlp")]}), config=settings)
+    grower = Grower(slotted, optimizer, controller=Script({0: [Germinate(slot="second", reason="test", blueprint="mlp")]}), config=settings)
     grower.begin()
     seed = slotted.slots["second"].seed
     assert seed is not None
@@ -169,14 +169,14 @@ def test_the_gradient_in_the_shadow_is_that_of_the_host_with_the_seed_in_it() ->
     grower.after_step(torch.tensor(1.0), closure=lambda: cross_entropy(host(x), y))
     cross_entropy(twin_host(x), y).backward()
     norm = torch.linalg.vector_norm(torch.cat([parameter.grad.reshape(-1) for parameter in twin_seed.parameters()]))
-    assert grower.lifecycles.backends["second"].learner.report().mean_norm == pytest.approx(float(norm), rel=1e-6)
+    assert grower.lifecycles.slots["second"].learner.report().mean_norm == pytest.approx(float(norm), rel=1e-6)
 
 
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("out of memory"), RuntimeError("a mistake of the user's")], ids=["memory", "user"]
 )
 def test_an_error_in_the_closure_is_raised_at_once_and_replay_stays_enabled(error: RuntimeError) -> None:
-    loop = make_loop(Script({0: [Germinate("second", "test", "mlp")]}), config(QUICK_SHADOW))
+    loop = make_loop(Script({0: [Germinate(slot="second", reason="test", blueprint="mlp")]}), config(QUICK_SHADOW))
     loop.step(*loop.data[0])
     loop.step_host()
     calls = []
@@ -196,7 +196,9 @@ def test_a_closure_on_another_batch_is_computed_without_the_prefix_cache() -> No
     """A batch of the same shape, such as another part of an accumulated one, would be replayed without anyone noticing."""
 
     def trained(*, can_replay: bool) -> dict:
-        loop = make_loop(Script({0: [Germinate("second", "test", "mlp")]}), config(QUICK_SHADOW), host=make_host(dropout=0.0))
+        loop = make_loop(
+            Script({0: [Germinate(slot="second", reason="test", blueprint="mlp")]}), config(QUICK_SHADOW), host=make_host(dropout=0.0)
+        )
         loop.grower._shadow._can_replay = can_replay
         loop.grower.begin()
         for (x, y), (other_x, other_y) in zip(loop.data, loop.data[1:], strict=False):
@@ -213,9 +215,9 @@ def test_a_closure_on_another_batch_is_computed_without_the_prefix_cache() -> No
 
 def test_a_second_pass_leaves_the_statistics_of_connected_width_seeds_unchanged() -> None:
     actions = {
-        0: [Germinate("first", "test", "widen_100")],
-        1: [Advance("first", "test")],
-        3: [Germinate("second", "test", "low_rank")],
+        0: [Germinate(slot="first", reason="test", blueprint="widen_100")],
+        1: [Advance(slot="first", reason="test")],
+        3: [Germinate(slot="second", reason="test", blueprint="low_rank")],
     }
     loop = make_loop(Script(actions), config(QUICK_SHADOW, budget=BudgetConfig(max_parameters=None, max_flops=None)), host=make_host())
     loop.grower._shadow._can_replay = False
@@ -225,7 +227,7 @@ def test_a_second_pass_leaves_the_statistics_of_connected_width_seeds_unchanged(
     seed = loop.slotted.slots["first"].seed
     assert isinstance(seed, WidthSeed)
     (norm,) = (module for module in seed.modules() if isinstance(module, nn.BatchNorm1d))
-    assert loop.grower.lifecycles.backends["second"].life.stage is Stage.TRAINING
+    assert loop.grower.lifecycles.slots["second"].stage is Stage.TRAINING
     before = int(norm.num_batches_tracked)
     loop.host.train()
     loop.epoch()

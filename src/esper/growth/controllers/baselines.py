@@ -57,7 +57,9 @@ class Planned:
 
     def decide(self, state: GrowthState) -> Decision:
         actions: list[Action] = [
-            Germinate(slot, f"planned for epoch {epoch}", blueprint) for epoch, slot, blueprint in self.plan if epoch == state.epoch
+            Germinate(slot=slot, reason=f"planned for epoch {epoch}", blueprint=blueprint)
+            for epoch, slot, blueprint in self.plan
+            if epoch == state.epoch
         ]
         return Decision((*actions, *see_through(state, {action.slot for action in actions})), self.name)
 
@@ -80,13 +82,13 @@ def see_through(state: GrowthState, busy: set[str]) -> list[Action]:
         if name in busy or slot.is_withdrawing:
             continue
         if slot.stage is Stage.TRAINING and may_blend(slot, state.lifecycle).passed:
-            actions.append(Advance(name, "as planned"))
+            actions.append(Advance(slot=name, reason="as planned"))
         elif slot.stage is Stage.HOLDING and slot.contribution is not None and slot.contribution.epoch == state.epoch:
             words = slot.contribution.in_words()
             if slot.contribution.gain.estimate > 0:
-                actions.append(Fossilize(name, f"as planned; {words}"))
+                actions.append(Fossilize(slot=name, reason=f"as planned; {words}"))
             elif is_over:
-                actions.append(Prune(name, words))
+                actions.append(Prune(slot=name, reason=words))
     return actions
 
 

@@ -96,7 +96,7 @@ class Heuristic:
         """Return the action for the seed in a slot, if one is due."""
         name = slot.place.name
         if slot.stage is Stage.TRAINING and slot.epochs_in_stage >= self.lifecycle.training_epochs:
-            return [Advance(name, f"it has learned for {slot.epochs_in_stage} epochs")]
+            return [Advance(slot=name, reason=f"it has learned for {slot.epochs_in_stage} epochs")]
         # Only a seed on probation with a contribution of this epoch can be judged.
         measured = slot.contribution
         if slot.stage is not Stage.HOLDING or measured is None or measured.epoch != state.epoch:
@@ -176,7 +176,7 @@ class Heuristic:
             )
         if not plan:
             return [], f"nothing that fits would pay, though {verdict.reason}"
-        return [Germinate(name, _why(one, state), one.blueprint) for name, one in plan], f"grows: {verdict.reason}"
+        return [Germinate(slot=name, reason=_why(one, state), blueprint=one.blueprint) for name, one in plan], f"grows: {verdict.reason}"
 
     def state_dict(self) -> dict[str, Any]:
         return {"looks_at": self._looks_at, "is_next_step": self._is_next_step}
@@ -195,9 +195,9 @@ def judge(name: str, measured: Contribution, rent: float, *, may_prune: bool, is
     gain = measured.gain
     words = f"{measured.in_words()}, and its rent is {figure(rent)}"
     if gain.low > rent or (is_last and gain.estimate > rent):
-        return [Fossilize(name, words)]
+        return [Fossilize(slot=name, reason=words)]
     if may_prune and (gain.high < rent or is_last):
-        return [Prune(name, words)]
+        return [Prune(slot=name, reason=words)]
     return []
 
 

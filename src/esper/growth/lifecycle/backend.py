@@ -1,21 +1,30 @@
-"""Backend of a slot: the life of its seed, and the operations on the seed, behind one interface for models and fleets.
+"""Backend of a slot: the state of the slot, and the operations on its seed, behind one interface for models and fleets.
 
-`SlotLifecycles` moves seeds from stage to stage without knowing how they are stored. In a model, a seed is a module behind a slot
-(`ModuleBackend`); in a fleet, it is a row of stacked tensors. Both follow the same rules.
+`Lifecycles` moves seeds from stage to stage without knowing how they are stored. In a single model, the seed is a module behind a submodule
+of the host, with an optimiser of its own (`ModuleBackend`); in a fleet, it is a row of stacked tensors. Both follow the same rules.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
+import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from esper.gradients import GradientStats
+from esper.growth.config import SeedOptimizerConfig
 from esper.growth.host.layout import Place
-from esper.growth.lifecycle.stages import Contribution, Stage
-from esper.growth.seeds.seed import Blending
+from esper.growth.host.slots import Slot
+from esper.growth.host.slotted import Slotted
+from esper.growth.lifecycle.ledger import Ledger, SeedRecord
+from esper.growth.lifecycle.stages import Stage
+from esper.growth.seeds.blueprints import check_branch, get_blueprint, is_built_in
+from esper.growth.seeds.seed import Blending, MakeOptimizer, SeedLearner, group_of
+from esper.growth.seeds.width import IN_SHADOW
 
 
 class Ramp(msgspec.Struct):
@@ -34,22 +43,19 @@ class Ramp(msgspec.Struct):
         return self.start + (self.target - self.start) * progress
 
 
-class Life(msgspec.Struct):
-    """State of a slot except for the weights of its seed."""
+class SlotRecord(msgspec.Struct):
+    """State of a slot that snapshots hold, except for the weights of its seed. All else about the seed is in its record in the ledger."""
 
     stage: Stage = Stage.DORMANT
-    blueprint: str | None = None
-    number: int | None = None  # number of the seed in the ledger, from 1; None: no seed
+    number: int | None = None  # of the seed; None: no seed
     age: int = 0  # epochs since the seed germinated
     epochs_in_stage: int = 0
     ramp: Ramp | None = None
     is_withdrawing: bool = False
     why_withdrawn: str = ""
     embargo_left: int = 0  # epochs until the slot is dormant again
-    prune_embargo: int = 0  # epochs until the seed may be pruned, see SlotLifecycles.bring_back
+    prune_embargo: int = 0  # epochs until the seed may be pruned, see Lifecycles.go_back
     gradients: GradientStats | None = None
-    contribution: Contribution | None = None
-    looks: int = 0  # number of times that the contribution of this seed was measured
     tried: list[str] = []  # blueprints that grew in this slot and were pruned
 
 
@@ -65,15 +71,32 @@ class SeedPlan(msgspec.Struct, frozen=True):
 
 
 class SlotBackend(ABC):
-    """A slot of a host: its place, the life of its seed, and the operations on that seed.
+    """A slot of a host: its place, its record, the record of its seed, and the operations on that seed.
 
-    `is_connected` is true if the host's output goes through the seed.
+    `ledger` holds the record of the seed; the owner of the backend sets it. `is_connected` is true if the host's output goes through the
+    seed.
     """
+
+    ledger: Ledger
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self.life = Life()
+        self.record = SlotRecord()
         self.loss_unit = 1.0  # see LossRange
+
+    @property
+    def stage(self) -> Stage:
+        return self.record.stage
+
+    @property
+    def seed(self) -> SeedRecord | None:
+        """The record of the seed; None without a seed."""
+        return None if self.record.number is None else self.ledger.seed(self.record.number)
+
+    @property
+    def blueprint(self) -> str | None:
+        """Blueprint of the seed; None without a seed."""
+        return None if self.seed is None else self.seed.blueprint
 
     def set_loss_unit(self, unit: float) -> None:
         self.loss_unit = unit
@@ -84,7 +107,7 @@ class SlotBackend(ABC):
 
     def advance_alpha(self, curve: str) -> None:
         """Move alpha by one training step along its ramp, if there is one that has not reached its end."""
-        ramp = self.life.ramp
+        ramp = self.record.ramp
         if ramp is not None and ramp.done < ramp.steps:
             ramp.done += 1
             self.alpha = ramp.alpha(curve)
@@ -135,12 +158,131 @@ class SlotBackend(ABC):
 
     @abstractmethod
     def seed_state(self) -> dict[str, Any]:
-        """Return the weights, optimiser state and alpha of the seed; `life` is saved separately."""
+        """Return the weights, optimiser state and alpha of the seed; the record is saved separately."""
 
     @abstractmethod
     def state_if_kept(self) -> dict[str, Any]:
         """Return the state of the seed as if it were kept, without its optimiser; that of an empty slot if it is not connected."""
 
     @abstractmethod
-    def load_seed_state(self, state: dict[str, Any], life: Life) -> None:
-        """Restore the seed. `life` belongs to `state`; `self.life` is still the previous one, and the caller replaces it afterwards."""
+    def load_seed_state(self, state: dict[str, Any], record: SlotRecord) -> None:
+        """Restore the seed. `record` belongs to `state`; `self.record` is still the previous one, and the caller replaces it afterwards."""
+
+
+AnyBackend = TypeVar("AnyBackend", bound=SlotBackend)
+
+
+class ModuleBackend(SlotBackend):
+    """A slot of a model, whose seed is an `nn.Module`. `learner` trains the seed; it is None without a seed.
+
+    The constructor builds a learner for a trial, so that an optimiser that cannot train seeds fails now rather than at germination.
+    """
+
+    def __init__(self, slot: Slot, slotted: Slotted, optimizer: Optimizer, config: SeedOptimizerConfig, make: MakeOptimizer | None) -> None:
+        super().__init__(slot.place)
+        self.slot = slot
+        self.learner: SeedLearner | None = None
+        self._slotted, self._optimizer, self._config, self._make = slotted, optimizer, config, make
+        self._make_learner(nn.ParameterList([torch.zeros(2, 2), torch.zeros(2)]))
+
+    @property
+    def is_connected(self) -> bool:
+        return self.slot.is_connected
+
+    @property
+    def alpha(self) -> float:
+        return self.slot.alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        self.slot.alpha = value
+
+    def plant(self, plan: SeedPlan) -> None:
+        # Check and build everything that may fail before the slot changes.
+        if not is_built_in(get_blueprint(plan.blueprint)):
+            check_branch(get_blueprint(plan.blueprint), self.place)
+        seed = self._slotted.new_seed(self.place.name, plan.blueprint, random_seed=plan.random_seed, blending=plan.blending)
+        if seed.spec.wide and not plan.is_connected:
+            seed.spec = msgspec.structs.replace(seed.spec, order=seed.spec.order + IN_SHADOW)
+        learner = self._make_learner(seed, warmup=plan.warmup)
+        self.slot.plant(seed, connected=plan.is_connected)
+        self.slot.alpha = plan.alpha
+        self.learner = learner
+
+    def uproot(self) -> None:
+        self.slot.plant(None)
+        self.learner = None
+
+    def connect(self) -> None:
+        seed = self.slot.seed
+        if seed is not None and seed.spec.order >= IN_SHADOW:
+            seed.spec = msgspec.structs.replace(seed.spec, order=self._slotted.next_order())
+        self.slot.connect(True)
+
+    def keep(self) -> None:
+        self.slot.is_kept = True
+        self._slotted.join_kept()
+
+    def place_now(self) -> Place:
+        return self._slotted.place(self.place.name)
+
+    def why_not_removed(self) -> str:
+        return self._slotted.why_not_removed(self.place.name)
+
+    def open_again(self) -> ModuleBackend:
+        return ModuleBackend(self._slotted.open_again(self.place.name), self._slotted, self._optimizer, self._config, self._make)
+
+    def close(self) -> None:
+        self._slotted.close(self.place.name)
+
+    def set_loss_unit(self, unit: float) -> None:
+        super().set_loss_unit(unit)
+        if self.learner is not None:
+            self.learner.loss_unit = unit
+
+    def gradients(self) -> GradientStats | None:
+        return None if self.learner is None else self.learner.report()
+
+    def seed_state(self) -> dict[str, Any]:
+        return {
+            "seed": None if self.slot.seed is None else dict(self.slot.seed.state_dict()),
+            "learner": None if self.learner is None else self.learner.state_dict(),
+            "alpha": self.slot.alpha,
+            "is_connected": self.slot.is_connected,
+        }
+
+    def state_if_kept(self) -> dict[str, Any]:
+        seed = dict(self.slot.seed.state_dict()) if self.slot.seed is not None and self.slot.is_connected else None
+        return {"seed": seed, "learner": None, "alpha": self.slot.alpha, "is_connected": self.slot.is_connected}
+
+    def load_seed_state(self, state: dict[str, Any], record: SlotRecord) -> None:
+        if state["seed"] is None:
+            self.uproot()
+            return
+        # Build a new seed unless the slot still holds the same one. The weights are loaded below.
+        if self.record.number != record.number or self.slot.seed is None:
+            seed = self._slotted.rebuilt_seed(self.place.name, state["seed"])
+            self.slot.plant(seed)
+            self.learner = self._make_learner(seed)
+        assert self.slot.seed is not None
+        assert self.learner is not None
+        self.slot.seed.load_state_dict(state["seed"])
+        if state["learner"] is not None:
+            self.learner.load_state_dict(state["learner"])
+        self.slot.alpha = state["alpha"]
+        self.slot.is_kept = record.stage is Stage.FOSSILIZED
+        self.slot.connect(state["is_connected"])
+
+    def _make_learner(self, seed: nn.Module, *, warmup: int = 0) -> SeedLearner:
+        """Build a learner with the settings of the optimiser's group that holds the parameters of the slot's submodule."""
+        group = group_of(self._optimizer, self._slotted.host.get_submodule(self.place.module), self._slotted.host)
+        learner = SeedLearner(seed, self._optimizer, group, self._config, self._make, warmup=warmup)
+        learner.loss_unit = self.loss_unit
+        return learner
+
+
+def make_backends(
+    slotted: Slotted, optimizer: Optimizer, config: SeedOptimizerConfig, make: MakeOptimizer | None
+) -> dict[str, ModuleBackend]:
+    """Return a backend for every slot of a model, by name."""
+    return {name: ModuleBackend(slot, slotted, optimizer, config, make) for name, slot in slotted.slots.items()}

@@ -164,7 +164,7 @@ class GrowthState:
         return None if self.scale is None else self.scale.uninformed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
     """Something to do with one slot. `reason` is written into the ledger."""
 
@@ -172,36 +172,36 @@ class Action:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Germinate(Action):
     """Create a seed, raised in the way that the configuration says."""
 
     blueprint: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Advance(Action):
     """Move a seed from TRAINING to BLENDING."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Retarget(Action):
     """Move alpha of a seed in HOLDING or BLENDING to another target."""
 
     alpha: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fossilize(Action):
     """Make the seed a permanent part of the host."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prune(Action):
     """Remove the seed: at once if it is not connected, otherwise after alpha has fallen to 0."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shrink(Action):
     """Remove a fossilized seed whose contribution no longer pays its rent. It must have been measured, see `Decision.measure_kept`."""
 

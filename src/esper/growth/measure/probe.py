@@ -38,7 +38,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -48,11 +48,14 @@ from torch.optim import Optimizer
 from esper.gradients import unscaled
 from esper.growth.host.slots import Slot
 from esper.growth.host.slotted import Slotted
-from esper.growth.lifecycle.slots import ModuleBackend, SlotLifecycles
 from esper.growth.lifecycle.stages import Cost, Stage
 from esper.growth.seeds.blueprints import build_branch, cost_of, get_blueprint, live_parameters
 from esper.growth.seeds.seed import MakeOptimizer, SeedLearner, group_of
 from esper.growth.seeds.width import CANDIDATE, WidthSeed
+
+if TYPE_CHECKING:  # it imports this module
+    from esper.growth.lifecycle.backend import ModuleBackend
+    from esper.growth.lifecycle.lifecycles import Lifecycles
 
 STEPS_ALONG = 32  # optimiser steps along the same gradient; a momentum of 0.9 is then within 4 % of its limit
 LEAST_ANSWERS = 2  # least number of steps per candidate; with one, signal and noise cannot be separated
@@ -467,7 +470,7 @@ class ProbeRunner:
     """
 
     def __init__(
-        self, slotted: Slotted, lifecycles: SlotLifecycles[ModuleBackend], optimizer: Optimizer, make: MakeOptimizer | None = None
+        self, slotted: Slotted, lifecycles: Lifecycles[ModuleBackend], optimizer: Optimizer, make: MakeOptimizer | None = None
     ) -> None:
         self.slotted, self.lifecycles, self.optimizer, self.make = slotted, lifecycles, optimizer, make
         self.probe: Probe | None = None  # None unless one was requested for this epoch
@@ -478,7 +481,7 @@ class ProbeRunner:
         wanted = [
             (name, option.name)
             for name, options in self.lifecycles.options.items()
-            if self.lifecycles.backends[name].life.stage is Stage.DORMANT
+            if self.lifecycles.slots[name].stage is Stage.DORMANT
             for option in options
             if (name, option.name) not in without and allowed.refusal(self.lifecycles.price(name, option.name)) is None
         ]
@@ -565,7 +568,7 @@ class ProbeRunner:
             return None
         groups = self.optimizer.param_groups
         factor = self.lifecycles.config.seed_optimizer.learning_rate_factor * steps / max(reported, 1)
-        return probe.promises({name: factor * float(groups[self._group(name)]["lr"]) for name in self.lifecycles.backends})
+        return probe.promises({name: factor * float(groups[self._group(name)]["lr"]) for name in self.lifecycles.slots})
 
     def _group(self, slot: str) -> int:
         return group_of(self.optimizer, self.slotted.host.get_submodule(self.slotted.slot(slot).place.module), self.slotted.host)

@@ -19,7 +19,7 @@ from esper.growth.lifecycle.stages import OCCUPIED, Stage
 from esper.growth.report import summary
 from esper.growth.report.story import Remark, Story, is_share, read_story
 from esper.runs import page
-from esper.runs.analysis import sections_about_seeds, seeds_of, slots_in_order
+from esper.runs.analysis import sections_about_seeds, slots_in_order
 from esper.runs.catalog import Run
 from esper.runs.folder import CONFIG, TWIN, RunError, has_twin
 from esper.runs.page import LEFT, RIGHT, WIDTH, Line, Mark, Scale, chart, note, section, table, ticks, tiles
@@ -75,7 +75,7 @@ def render(story: Story, twin: Story | None, *, title: str, rent: RentConfig, ru
         if story.widened:
             parts.append(section("Layers that became wider", width_drawing(story), note(ABOUT_WIDTHS)))
         if story.seeds:
-            parts.append(section("Lives of the seeds", lives_drawing(story), *([_every_stage(run)] if run is not None else [])))
+            parts.append(section("Lives of the seeds", lives_drawing(story), _every_stage(story)))
             parts.append(section("Gain against size", in_grid(gain_charts(story, twin)), note(_about_gain(twin))))
         parts.append(section("Parameters", parameters_chart(story)))
         if run is not None:
@@ -198,10 +198,12 @@ def lives_drawing(story: Story) -> str:
         y = top + index * row
         name = f"{seed.number}  {seed.blueprint} after {_shortened(seed.slot)}, {seed.outcome}"
         parts.append(f'<text x="{LEFT / 2}" y="{y + 14}">{escape(name)}</text>')
-        for (start, stage), (stop, _) in zip(seed.stages, [*seed.stages[1:], (end, "")], strict=True):
-            if stage == Stage.PRUNED.name:
+        ends = [*(step.epoch for step in seed.stages[1:]), end]
+        for step, stop in zip(seed.stages, ends, strict=True):
+            start, stage = step.epoch, step.stage.name
+            if step.stage is Stage.PRUNED:
                 colour = "trouble" if seed.outcome == "rolled back" else "pruned"
-                parts.append(_titled(f'<circle cx="{across(start)}" cy="{y + 28}" r="6" fill="var(--{colour})">', seed.why, "circle"))
+                parts.append(_titled(f'<circle cx="{across(start)}" cy="{y + 28}" r="6" fill="var(--{colour})">', step.reason, "circle"))
             elif stop > start:
                 used += [stage] if stage not in used else []
                 bar = f'<rect x="{across(start)}" y="{y + 21}" width="{across(stop) - across(start):.1f}" height="14" rx="3" '
@@ -252,11 +254,10 @@ def network_drawing(story: Story) -> str:
 
 def width_drawing(story: Story) -> str:
     """Draw a bar for every layer that got new units: those at first, and behind them those of each seed that is still there."""
-    born = {(seed.slot, seed.born): seed for seed in story.seeds}
     layers: dict[str, list[tuple[int, str, str]]] = {}  # layer -> (units, colour, words)
     for event in story.widened:
-        seed = born.get((event.slot, event.epoch))
-        if seed is not None and seed.outcome not in ("kept", "living"):
+        seed = story.ledger.seed(event.number)
+        if seed is not None and not seed.is_present:
             continue
         colour = "fossilized" if seed is not None and seed.outcome == "kept" else "holding"
         for layer, units in event.units.items():
@@ -280,7 +281,7 @@ def width_drawing(story: Story) -> str:
 
 def _is_empty(view: SlotView, story: Story) -> bool:
     """Return whether a slot holds no seed. At the end of a run, seeds are removed that are not fossilized, or not in the best state."""
-    seed = story.seed_in(view.slot)
+    seed = None if view.number is None else story.ledger.seed(view.number)
     is_kept = view.stage == Stage.FOSSILIZED.name and (seed is None or seed.outcome == "kept")
     return Stage[view.stage] not in OCCUPIED or (story.is_over and not is_kept)
 
@@ -290,7 +291,7 @@ def _slot_drawing(item: SlotView | int, story: Story, y: float, spine: float, ga
     middle = y + 26
     if isinstance(item, int):
         return [f'<text class="soft" x="{spine + 22}" y="{middle + 4}">{summary.counted(item, "empty slot")}</text>']
-    seed, stage = story.seed_in(item.slot), item.stage
+    seed, stage = story.seed_in(item.slot) if item.number is None else story.ledger.seed(item.number), item.stage
     is_empty = _is_empty(item, story)
     if is_empty:
         why = "" if seed is None else f", last: {seed.blueprint}, {seed.outcome}"
@@ -362,16 +363,15 @@ def _circumstances(story: Story) -> str:
     return f'<p class="note">{escape(" · ".join(filter(None, parts)))}</p>'
 
 
-def _every_stage(run: Run) -> str:
+def _every_stage(story: Story) -> str:
     """Return a list that opens: every stage of every seed with its reason, and every measured contribution."""
-    kinds = ("stage_entered", "measured", "epoch_ended", "rolled_back")
     rows: list[tuple[str, ...]] = []
-    for seed in seeds_of(event for kind in kinds for event in run.index.events(kind)):
-        name = f"{seed['number']}: {seed['blueprint']} after {seed['slot']}"
-        own = [(entry["epoch"], entry["stage"].lower(), str(entry["reason"])) for entry in seed["stages"]]
-        for row in seed["contributions"]:
-            cost = gain_in_words(*(float(row[field]) for field in ("gain", "gain_low", "gain_high")))
-            own.append((row["epoch"], "measured", f"costs {cost} if removed; rent {figure(float(row['rent']))}"))
+    for seed in story.seeds:
+        name = f"{seed.number}: {seed.blueprint} after {seed.slot}"
+        own = [(step.epoch, step.stage.name.lower(), step.reason) for step in seed.stages]
+        for row in seed.contributions:
+            cost = gain_in_words(row.gain, row.gain_low, row.gain_high)
+            own.append((row.epoch, "measured", f"costs {cost} if removed; rent {figure(row.rent)}"))
         rows += [(name, str(epoch), what, why) for epoch, what, why in sorted(own, key=lambda entry: entry[0])]
     inside = table(("seed", "epoch", "stage", "why"), rows, numbers=(1,))
     return f'<details><summary>every stage and every measurement</summary><div class="wide">{inside}</div></details>'

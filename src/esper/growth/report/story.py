@@ -12,42 +12,18 @@ from esper.growth.events import (
     FinalTest,
     GrowthFinished,
     GrowthStarted,
-    Measured,
     PassedOver,
     Probed,
     RolledBack,
-    SlotView,
     StageEntered,
     TwinCompared,
     Widened,
 )
-from esper.growth.lifecycle.ledger import Outcome
-from esper.growth.lifecycle.stages import LIVING, OCCUPIED, Stage
+from esper.growth.lifecycle.ledger import Ledger, SeedRecord
 from esper.runs import Event, read
 from esper.runs.anomalies import Anomaly
 from esper.runs.folder import EVENTS, RunError
 from esper.text_table import figure
-
-
-@dataclass
-class SeedStory:
-    """One seed, from its birth to its end or to the present."""
-
-    number: int
-    slot: str
-    blueprint: str
-    born: int  # epochs finished when it germinated
-    why_born: str
-    why: str  # reason for its present state
-    stages: list[tuple[int, str]] = field(default_factory=list)  # (finished epochs, name of the stage)
-    outcome: Outcome = "living"
-    ended: int | None = None
-    parameters: int = 0
-    rent: float = 0.0
-    gain: float | None = None  # cost of removing it, in the unit of the loss, as measured last
-    gain_low: float | None = None
-    gain_high: float | None = None
-    skipped: int = 0  # steps skipped because a gradient was not finite
 
 
 @dataclass
@@ -67,9 +43,8 @@ class Story:
     began: GrowthStarted | None = None  # first start
     started: GrowthStarted | None = None  # last start, after a resume
     epochs: list[EpochEnded] = field(default_factory=list)
-    seeds: list[SeedStory] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
     rollbacks: list[RolledBack] = field(default_factory=list)
-    refused: list[ActionRefused] = field(default_factory=list)
     probes: list[Probed] = field(default_factory=list)
     passed_over: list[PassedOver] = field(default_factory=list)
     widened: list[Widened] = field(default_factory=list)
@@ -80,35 +55,26 @@ class Story:
 
     def take(self, event: Event) -> None:
         """Add an event to the story."""
+        self.ledger.take(event)
         match event:
             case GrowthStarted():
                 self.began, self.started = self.began or event, event
                 self.finished = self.tested = self.compared = None  # a resumed run is not finished any more
                 if event.note:
                     self._remark(event.epoch, event.note)
-            case StageEntered():
-                self._take_stage(event)
-            case Measured():
-                seed = self.seed_in(event.slot)
-                if seed is not None:
-                    _note_gain(seed, event)
+            case StageEntered(stage="GERMINATED", epoch=0):  # no EpochEnded event holds the decision before the first epoch
+                self._remark(0, f"germinate {event.slot}: {event.reason}")
+            case StageEntered(stage="PRUNED"):
+                self._remark(event.epoch, f"pruned {event.slot}: {event.reason}")
             case EpochEnded():
                 self.epochs.append(event)
-                for view in event.slots:
-                    self._take_view(event.epoch, view)
                 self._remark(event.epoch, event.decision)
             case RolledBack():
                 self.rollbacks.append(event)
-                for slot in event.embargoed:
-                    self._end(self.seed_in(slot), "rolled back", event.epoch, event.reason)
-                for slot in event.brought_back:
-                    if (seed := self.seed_in(slot)) is not None:
-                        seed.why = f"it is back: the governor went back: {event.reason}"
                 self._remark(event.epoch, f"went back to epoch {event.to_epoch}: {event.reason}", is_trouble=True)
             case BestRestored():
                 self._remark(event.last_epoch, restored_in_words(event))
             case ActionRefused():
-                self.refused.append(event)
                 self._remark(event.epoch, f"refused to {event.action} {event.slot}: {event.reason}")
             case Probed():
                 self.probes.append(event)
@@ -126,6 +92,10 @@ class Story:
                 self.compared = event
 
     @property
+    def seeds(self) -> list[SeedRecord]:
+        return self.ledger.seeds
+
+    @property
     def seconds(self) -> float:
         """Seconds of all epochs, including decisions and measurements, over all sessions of the run."""
         return sum(epoch.seconds for epoch in self.epochs)
@@ -135,11 +105,11 @@ class Story:
         """Whether the run has ended and cannot be resumed."""
         return self.finished is not None and self.finished.why != "stopped"
 
-    def seed_in(self, slot: str) -> SeedStory | None:
+    def seed_in(self, slot: str) -> SeedRecord | None:
         """Return the last seed that grew in a slot."""
         return next((seed for seed in reversed(self.seeds) if seed.slot == slot), None)
 
-    def kept(self) -> list[SeedStory]:
+    def kept(self) -> list[SeedRecord]:
         return [seed for seed in self.seeds if seed.outcome == "kept"]
 
     def _remark(self, epoch: int, text: str, *, is_trouble: bool = False) -> None:
@@ -149,54 +119,6 @@ class Story:
             last.last = epoch
         elif text:
             self.remarks.append(Remark(epoch, epoch, text, is_trouble))
-
-    def _take_stage(self, event: StageEntered) -> None:
-        """Note the stage that a seed has entered; a germination adds a seed."""
-        if event.stage == Stage.GERMINATED.name:
-            if event.epoch == 0:  # no EpochEnded event holds the decision before the first epoch
-                self._remark(0, f"germinate {event.slot}: {event.reason}")
-            self.seeds.append(SeedStory(len(self.seeds) + 1, event.slot, event.blueprint, event.epoch, event.reason, event.reason))
-        seed = self.seed_in(event.slot)
-        is_removal = event.stage == Stage.PRUNED.name
-        if seed is None or (seed.ended is not None and not (is_removal and seed.outcome == "kept")):
-            return  # an embargo and its end are not part of a seed's life
-        seed.stages.append((event.epoch, event.stage))
-        if event.stage == Stage.FOSSILIZED.name:
-            self._end(seed, "kept", event.epoch, event.reason)
-        elif is_removal:
-            self._remark(event.epoch, f"pruned {event.slot}: {event.reason}")
-            self._end(seed, "pruned", event.epoch, event.reason)
-        else:
-            seed.why = event.reason
-
-    def _take_view(self, epoch: int, view: SlotView) -> None:
-        """Update a seed from the view of its slot at the end of an epoch.
-
-        A rollback restores and removes seeds without StageEntered events, so this is where the story learns of that.
-        """
-        seed, stage = self.seed_in(view.slot), Stage[view.stage]
-        if seed is None:
-            return
-        if stage not in OCCUPIED:
-            if seed.outcome == "living":
-                self._end(seed, "rolled back", epoch, self.rollbacks[-1].reason if self.rollbacks else "it has gone")
-            return
-        if stage in LIVING and (seed.ended is not None or seed.stages[-1][1] != view.stage):
-            seed.outcome, seed.ended = "living", None
-            seed.stages.append((epoch, view.stage))
-        seed.skipped += view.skipped
-        if seed.ended is None or seed.ended == epoch:  # keep the figures with which a seed was kept
-            seed.parameters, seed.rent = view.parameters, view.rent
-            if view.gain is not None:
-                _note_gain(seed, view)
-
-    def _end(self, seed: SeedStory | None, outcome: Outcome, epoch: int, reason: str) -> None:
-        if seed is not None:
-            seed.outcome, seed.ended, seed.why = outcome, epoch, reason
-
-
-def _note_gain(seed: SeedStory, measured: Measured | SlotView) -> None:
-    seed.gain, seed.gain_low, seed.gain_high, seed.rent = measured.gain, measured.gain_low, measured.gain_high, measured.rent
 
 
 def is_share(name: str) -> bool:

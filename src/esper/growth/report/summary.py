@@ -23,9 +23,9 @@ from esper.growth.events import (
     RolledBack,
     TwinCompared,
 )
-from esper.growth.lifecycle.ledger import NONE, Row
+from esper.growth.lifecycle.ledger import NONE, Row, SeedRecord
 from esper.growth.lifecycle.stages import OCCUPIED, Stage
-from esper.growth.report.story import SeedStory, Story, is_share, metric_in_words, restored_in_words
+from esper.growth.report.story import Story, is_share, metric_in_words, restored_in_words
 from esper.runs import Event
 from esper.text_table import duration, figure
 
@@ -287,10 +287,15 @@ def rollback_rows(story: Story) -> list[Row]:
             NONE if back.seconds_lost is None else f"{back.seconds_lost:,.1f} s",
             back.reason,
             ", ".join(back.embargoed),
-            ", ".join(back.brought_back),
+            ", ".join(_protected(back)),
         )
         for back in story.rollbacks
     ]
+
+
+def _protected(event: RolledBack) -> list[str]:
+    """Return the slots of the seeds whose removal may have caused the disaster, and which are back."""
+    return [seed.slot for seed in event.back if seed.is_protected]
 
 
 def about_rollbacks(story: Story) -> str:
@@ -335,7 +340,7 @@ def about_rent(story: Story, rent: RentConfig) -> list[str]:
     return sentences
 
 
-def _about_kept(seed: SeedStory, rent: RentConfig) -> str:
+def _about_kept(seed: SeedRecord, rent: RentConfig) -> str:
     surely = f", surely {figure(seed.gain_low)}" if seed.gain_low is not None and _sure_ratio(seed) > 0 else ""
     costs = f"removing {seed.blueprint} after {seed.slot} would cost {figure(seed.gain or 0.0)}{surely}, for a rent of {figure(seed.rent)}"
     if _sure_ratio(seed) > 1:
@@ -345,19 +350,19 @@ def _about_kept(seed: SeedStory, rent: RentConfig) -> str:
     return f"{costs[0].upper()}{costs[1:]}: it does not pay for itself, and was kept all the same."
 
 
-def _about_pruned(seed: SeedStory, rent: RentConfig) -> str:
+def _about_pruned(seed: SeedRecord, rent: RentConfig) -> str:
     return (
         f"Among the pruned seeds, {seed.blueprint} after {seed.slot} came nearest: removing it cost {figure(seed.gain or 0.0)}, for a rent "
         f"of {figure(seed.rent)}; below {_scaled(rent, _ratio(seed))} it would have paid."
     )
 
 
-def _ratio(seed: SeedStory) -> float:
+def _ratio(seed: SeedRecord) -> float:
     assert seed.gain is not None
     return seed.gain / seed.rent
 
 
-def _sure_ratio(seed: SeedStory) -> float:
+def _sure_ratio(seed: SeedRecord) -> float:
     """Return the ratio for the lower end of the interval, which the heuristic controller uses."""
     assert seed.gain_low is not None
     return seed.gain_low / seed.rent
@@ -437,7 +442,7 @@ class GrowthProgress:
                 return "the epoch begins again, because this loader cannot resume in the middle of an epoch"
             case RolledBack() as back:
                 lost = f"; taken out: {', '.join(back.embargoed)}" if back.embargoed else ""
-                found = f"; brought back: {', '.join(back.brought_back)}" if back.brought_back else ""
+                found = f"; brought back: {', '.join(_protected(back))}" if _protected(back) else ""
                 return f"epoch {back.epoch}: went back to epoch {back.to_epoch}: {back.reason}{lost}{found}"
             case BestRestored() as restored:
                 return restored_in_words(restored)

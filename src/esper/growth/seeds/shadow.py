@@ -20,7 +20,7 @@ from esper.growth.host.isolation import Isolation
 from esper.growth.host.prefix_cache import PrefixCache, PrefixCacheMismatch
 from esper.growth.host.slots import Slot
 from esper.growth.host.slotted import Slotted
-from esper.growth.lifecycle.slots import ModuleBackend
+from esper.growth.lifecycle.backend import ModuleBackend
 from esper.growth.lifecycle.stages import Cost
 from esper.growth.seeds.width import WidthSeed
 from esper.parallel import Group
