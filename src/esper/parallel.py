@@ -15,9 +15,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
+import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +36,10 @@ Value = TypeVar("Value")
 
 class FirstRankFailed(RuntimeError):
     """Raised on all other ranks when rank 0 failed at something they depend on. Rank 0 raises and reports the original error."""
+
+
+class RankLost(RuntimeError):
+    """Another rank ended in the middle of the training. The message names its process."""
 
 
 class Group:
@@ -89,6 +97,8 @@ class Group:
 
 ALONE = Group()
 _PATIENCE = timedelta(days=30)  # timeout of `Ranks.first`
+_ENDING_S = 2.0  # until the process of a lost rank has ended
+_LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket", re.IGNORECASE)  # in texts of the backends
 
 
 class Ranks(Group):
@@ -99,12 +109,35 @@ class Ranks(Group):
         self.local_rank = local_rank  # rank among the processes of this machine
         # A separate group with a long timeout: rank 0's work in `first`, such as an evaluation, may exceed the backend's usual timeout.
         self.patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._processes = [(socket.gethostname(), os.getpid())] * self.world_size  # machine and process of every rank
+        self._processes = self.gather_objects((socket.gethostname(), os.getpid()))
+
+    @contextlib.contextmanager
+    def _reached(self) -> Iterator[None]:
+        """Turn the error of a transfer that another rank did not live to see into RankLost."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
+                raise
+            raise RankLost(f"{self._who_ended()}, so the training cannot go on") from error
+
+    def _who_ended(self) -> str:
+        """Name the ranks whose processes have ended; those of other machines cannot be seen from here."""
+        machine = socket.gethostname()
+        end = time.monotonic() + _ENDING_S
+        while not (gone := [rank for rank, (at, process) in enumerate(self._processes) if at == machine and not _lives(process)]):
+            if time.monotonic() > end:
+                return "another rank has ended or cannot be reached"
+            time.sleep(0.05)
+        return " and ".join(f"rank {rank} (process {self._processes[rank][1]}) has ended" for rank in gone)
 
     def place(self, device: torch.device) -> torch.device:
         return gpu_of(self.local_rank) if device.type == "cuda" else device
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor)
+        with self._reached():
+            dist.all_reduce(tensor)
         return tensor
 
     def gather(self, tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
@@ -112,7 +145,8 @@ class Ranks(Group):
             return [[] for _ in range(self.world_size)]
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         rows = [torch.empty_like(flat) for _ in range(self.world_size)]
-        dist.all_gather(rows, flat)
+        with self._reached():
+            dist.all_gather(rows, flat)
         sizes = [tensor.numel() for tensor in tensors]
         return [
             [part.view(like.shape).to(like.dtype) for part, like in zip(row.split_with_sizes(sizes), tensors, strict=True)] for row in rows
@@ -120,20 +154,23 @@ class Ranks(Group):
 
     def gather_objects(self, value: Value) -> list[Value]:
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        with self._reached():
+            dist.all_gather_object(values, value)
         return values
 
     def gather_trees(self, state: Tree) -> list[Tree]:
         return [join(*parts) for parts in self.gather_objects(split(state))]  # `split` moves tensors to the CPU: devices differ by rank
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            dist.broadcast(tensor, src=0)
+        with self._reached():
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
 
     def first(self, make: Callable[[], Value]) -> Value:
         answer: list[Any] = [None, ""]  # value, text of an error
         if self.rank > 0:
-            dist.broadcast_object_list(answer, src=0, group=self.patient)
+            with self._reached():
+                dist.broadcast_object_list(answer, src=0, group=self.patient)
             if answer[1]:
                 raise FirstRankFailed(answer[1])
         else:
@@ -143,9 +180,18 @@ class Ranks(Group):
                 answer[1] = ": ".join(filter(None, (type(error).__name__, str(error))))
                 raise
             finally:
-                dist.broadcast_object_list(answer, src=0, group=self.patient)
+                with self._reached():
+                    dist.broadcast_object_list(answer, src=0, group=self.patient)
         value: Value = answer[0]
         return value
+
+
+def _lives(process: int) -> bool:
+    """Return whether a process of this machine runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def gpu_of(local_rank: int) -> torch.device:
@@ -164,7 +210,10 @@ def joined(device: torch.device) -> Iterator[Group]:
     if device.type == "cuda":
         torch.cuda.set_device(gpu_of(local_rank))
         backend = "nccl" if local_ranks <= torch.cuda.device_count() else "gloo"  # NCCL refuses ranks that share a GPU
-    dist.init_process_group(backend)
+    try:
+        dist.init_process_group(backend)
+    except dist.DistError as error:
+        raise RankLost("the ranks did not find each other: another one has ended, or its address cannot be reached") from error
     try:
         yield Ranks(local_rank=local_rank)
     finally:

@@ -29,7 +29,8 @@ from tests.commands import _timeless, events_of
 from tests.faults.disk import Disk
 
 HANGS_AFTER_S = 120.0
-HUNG = -1  # exit code of a process that had to be killed
+TO_NOTICE_S = 15.0  # for the other ranks, after one has died
+HUNG = -1000  # exit code of a process that had to be killed
 MODULE = "faults_user_code"
 USER_CODE = """
 import torch
@@ -134,9 +135,14 @@ class Fork:
         if not self._child:
             _in_child(function, self._printed.fileno(), self._returned.fileno())
 
-    def wait(self, *, seconds: float = HANGS_AFTER_S, kill_after: float | None = None) -> Ended:
-        """Wait for the end. A process that takes too long is killed and has the code HUNG; `kill_after` seconds, it is killed anyway."""
+    def wait(self, *, seconds: float = HANGS_AFTER_S, kill_after: float | None = None, ask_after: float | None = None) -> Ended:
+        """Wait for the end. A process that takes too long is killed and has the code HUNG.
+
+        After `kill_after` seconds it is killed anyway; after `ask_after` it is asked to end, as torchrun does when another rank has ended.
+        """
         handle = os.pidfd_open(self._child)
+        if ask_after is not None and not select.select([handle], [], [], ask_after)[0]:
+            os.kill(self._child, signal.SIGTERM)
         ready, _, _ = select.select([handle], [], [], seconds if kill_after is None else kill_after)
         os.close(handle)
         if not ready:
@@ -203,7 +209,8 @@ def ranks(
 
     processes = [Fork(partial(one, rank)) for rank in range(count)]
     ended = {victim: processes[victim].wait(kill_after=kill_after)}
-    return [ended.get(rank) or process.wait() for rank, process in enumerate(processes)]
+    has_died = ended[victim].code not in (0, 1, 2)
+    return [ended.get(rank) or process.wait(ask_after=TO_NOTICE_S if has_died else None) for rank, process in enumerate(processes)]
 
 
 # What a folder holds

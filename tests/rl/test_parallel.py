@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from esper.parallel import ALONE, FirstRankFailed, Group, Ranks, joined
+from esper.parallel import ALONE, FirstRankFailed, Group, RankLost, Ranks, joined
 from esper.rl.batch import Rollout
 from esper.rl.checkpoints import open_store
 from esper.rl.config import NetworkConfig, PPOConfig
@@ -25,7 +25,7 @@ from esper.runs.folder import CHECKPOINTS
 from esper.statistics import RunningMoments, sums_of
 from esper.vecenv import ActionSpec, Continuous, Discrete, Relevance, make
 from tests.commands import assert_same_state, last_line, wait_for
-from tests.processes import Process, results_of_ranks, torchrun
+from tests.processes import Process, results_of_ranks, spawn, torchrun
 from tests.rl.counting import Counting
 
 pytestmark = pytest.mark.slow  # they start processes of their own
@@ -300,6 +300,7 @@ def test_ranks_share_gpus_if_there_are_too_few_and_then_talk_by_gloo(ranks: int,
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
     monkeypatch.setattr(dist, "new_group", lambda **options: None)
+    monkeypatch.setattr(dist, "all_gather_object", lambda values, value: None)
     for rank in range(ranks):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device, rank=rank: chosen.update({rank: device}))
@@ -309,6 +310,24 @@ def test_ranks_share_gpus_if_there_are_too_few_and_then_talk_by_gloo(ranks: int,
             assert group.place(torch.device("cuda")) == chosen[rank]
     assert [chosen[rank].index for rank in range(ranks)] == [rank % 2 for rank in range(ranks)]
     assert backends == {backend}
+
+
+def end_one_rank(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
+    group = Ranks()
+    if rank == 1:
+        (folder / "process").write_text(str(os.getpid()))
+        os._exit(0)
+    with pytest.raises(RankLost) as caught:
+        group.gather_objects(1)
+    (folder / "error").write_text(str(caught.value))
+    os._exit(0)
+
+
+def test_the_error_after_a_lost_rank_names_it(tmp_path: Path) -> None:
+    spawn(end_one_rank, (tmp_path,), RANKS)
+    process = (tmp_path / "process").read_text()
+    assert (tmp_path / "error").read_text() == f"rank 1 (process {process}) has ended, so the training cannot go on"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() != 1, reason="needs a single CUDA device")

@@ -93,6 +93,7 @@ def failures(
     it has the file `saved`, and the run has begun then, unless `has_begun` decides. After a file error, a run has failed; where there is no
     run yet, the user has to choose another folder.
     """
+    from esper.parallel import RankLost
     from esper.rl.ppo import TrainingStopped
     from esper.runs import CheckpointError, EventError
 
@@ -104,6 +105,9 @@ def failures(
         yield
     except CheckpointError as error:
         raise CommandError(str(error), exit_code=FAILED) from error
+    except RankLost as error:
+        what_next = how_to_resume(command, folder) if has_begun(folder) else "nothing was trained yet"
+        raise CommandError(f"{error}; {what_next}", exit_code=FAILED) from error
     except TrainingStopped as error:
         raise CommandError(f"training failed: {error}; a checkpoint is in {folder / CHECKPOINTS}", exit_code=FAILED) from error
     except errors as error:
@@ -132,7 +136,7 @@ def failures(
 def in_group(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Group]:
     """Join the group of processes that torchrun started, if it did. Only rank 0 writes to the standard output and reports errors."""
     from esper.devices import find_device
-    from esper.parallel import FirstRankFailed, joined
+    from esper.parallel import FirstRankFailed, RankLost, joined
 
     try:
         with joined(find_device(device)) as group:
@@ -141,6 +145,8 @@ def in_group(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Group]:
             yield group
     except RunError as error:
         raise CommandError(str(error)) from error
+    except RankLost as error:
+        raise CommandError(f"{error}; start the command again with all of its processes", exit_code=FAILED) from error
     except FirstRankFailed as error:
         raise CommandError(str(error), exit_code=FAILED, is_printed=True) from error
 
