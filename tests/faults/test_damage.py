@@ -11,7 +11,7 @@ from tests.faults import damaged
 from tests.faults.damage import KINDS, LAST, make_checkpoints, plain, read_damaged, store_at
 
 DAMAGES = 100  # of each kind; `make faults` has more
-WITHOUT_DIGEST = {"events", "kept index"}
+WITHOUT_DIGEST = {"events"}
 
 
 @pytest.mark.slow
@@ -19,7 +19,7 @@ WITHOUT_DIGEST = {"events", "kept index"}
 def test_a_damaged_file_is_refused_by_name_or_loads_unchanged(name: str, tmp_path: Path) -> None:
     tally = read_damaged(name, DAMAGES, tmp_path)
     assert not [*tally.wrong, *tally.hung, *tally.raw]
-    assert tally.refused > 0 or name in ("latest", "best"), "pointers that are lost are found again"
+    assert tally.refused > 0 or name in ("latest", "best", "kept index"), "what they say can be found again"
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "state.json", "tensors.safetensors"])

@@ -8,8 +8,8 @@
 Numbers are named as in TensorBoard: kind/field, kind/field/key for dictionaries, and kind/field/name/key for lists of records, where the
 name is the first text of a record. Events of other ranks and of single hosts have the prefixes `rank1/` and `env3/`.
 
-An index of a large file is kept in the user's cache folder. It is used if the file begins with the bytes that were indexed, and only the
-rest is read. A run that is resumed cuts its file: then everything is read again.
+An index of a large file is kept in the user's cache folder, with a digest. It is used if the file begins with the bytes that were indexed,
+and only the rest is read. A run that is resumed cuts its file: then everything is read again.
 """
 
 from __future__ import annotations
@@ -310,7 +310,10 @@ class EventIndex:
         if self._cache is None or size < CACHED_FROM:
             return
         try:
-            head, _, body = self._cache.read_bytes().partition(b"\n")
+            digest, _, content = self._cache.read_bytes().partition(b"\n")
+            if digest != hashlib.blake2b(content).hexdigest().encode():
+                return
+            head, _, body = content.partition(b"\n")
             header = msgspec.json.decode(head)
             offset = int(header["offset"])
             file.seek(max(offset - MARK, 0))
@@ -342,7 +345,8 @@ class EventIndex:
 def _write_index(path: Path, header: bytes, arrays: list[np.ndarray]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, header + b"\n" + b"".join(part.tobytes() for part in arrays))
+        content = header + b"\n" + b"".join(part.tobytes() for part in arrays)
+        write_file(path, hashlib.blake2b(content).hexdigest().encode() + b"\n", content)
     except OSError:
         return
 
