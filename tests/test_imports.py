@@ -35,6 +35,7 @@ SHARED = frozenset(
         "shapley",
         "statistics",
         "text_table",
+        "torch_internals",
         "vecenv",
     }
 )

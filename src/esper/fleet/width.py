@@ -26,7 +26,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from esper.devices import upload
 from esper.fleet.stacked.lowering import Stacked, lower
@@ -34,6 +33,7 @@ from esper.fleet.stacked.rows import Layout
 from esper.growth.host.layout import CPU, Place
 from esper.growth.seeds.seed import WidePlan
 from esper.growth.seeds.width import WidthSeed, fold
+from esper.torch_internals import BatchNormBase, ConvBase, NormBase
 
 _WORK_OF_A_PART = {"cpu": 5e7, "cuda": 5e9}  # FLOPs in the time that the kernels of a small part take to start, by device; estimates
 _ALIGNMENT = 16  # bytes that a kernel may read at once: cuDNN reads the gain of a norm in such steps
@@ -61,7 +61,7 @@ class WidthKind:
 def statistics_of(module: nn.Module) -> dict[str, Tensor]:
     """Return the running statistics of all norms inside a module, by name. A training pass changes them, but does not depend on them."""
     found = {name: (module.get_submodule(name.rpartition(".")[0]), buffer) for name, buffer in module.named_buffers()}
-    return {name: buffer for name, (owner, buffer) in found.items() if isinstance(owner, _NormBase) and buffer.ndim}
+    return {name: buffer for name, (owner, buffer) in found.items() if isinstance(owner, NormBase) and buffer.ndim}
 
 
 def _tensors_of(module: nn.Module, what: What) -> dict[str, Tensor]:
@@ -76,7 +76,7 @@ class Fill(NamedTuple):
     alpha: Tensor  # [W], the piece whose alpha multiplies it; 0: none
 
 
-_PADDED = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm)  # whose units may be zero without changing any other unit
+_PADDED = (nn.Linear, ConvBase, BatchNormBase)  # whose units may be zero without changing any other unit
 
 
 class Formation:

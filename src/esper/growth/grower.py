@@ -166,6 +166,7 @@ class Grower:
         self._optimizer_steps_before: int | None = None  # the same number in the last epoch; None before the end of the first
         self._shadow_seeds: list[ModuleBackend] = []  # slots whose seeds learn in the shadow
         self._forward_flops = 0  # per sample, of the host and its connected seeds
+        self._one = torch.ones((), device=next(slotted.model.parameters()).device)
         # The GradScaler's loss scale after the last step. `get_scale` waits for the device, which costs nothing before the training.
         self._last_loss_scale: Tensor | float = scaler.get_scale() if scaler is not None else 1.0
         # From here on this grower follows the optimiser. A grower that was made earlier for the same slots stops.
@@ -673,7 +674,7 @@ class Grower:
         calls = self.slotted.calls
         calls.samples, calls.recording = 0, None
         if (scale := self._loss_scale()) is not None:
-            self._last_loss_scale = scale.clone()
+            self._last_loss_scale = scale
         if self._prober.probe is not None:
             self._prober.get_ready(self._optimizer_steps, self._optimizer_steps_before)
         if self._shadow_seeds:
@@ -689,7 +690,7 @@ class Grower:
 
     def _loss_scale(self) -> Tensor | None:
         """Return the GradScaler's loss scale as a tensor, because `get_scale` would wait for the device; None without a GradScaler."""
-        return self.scaler._get_scale_async() if self.scaler is not None and self.scaler.is_enabled() else None
+        return self.scaler.scale(self._one) if self.scaler is not None and self.scaler.is_enabled() else None
 
     def _checked_metrics(self, metrics: object) -> dict[str, Any]:
         """Return the metrics by name. Raise a GrowthError if the one that decides about the best epoch is missing."""

@@ -29,6 +29,7 @@ from esper.rl.config import PPOConfig
 from esper.rl.loss import Coefficients, Counts, Terms, add_up, ppo_loss
 from esper.rl.normalize import RewardNormalizer
 from esper.rl.policy import Policy
+from esper.torch_internals import BatchNormBase
 from esper.vecenv import Obs
 
 KL_SLACK = 1.5  # an update stops when its KL exceeds the target times this
@@ -97,7 +98,7 @@ class Learner:
         self.loss_scale = LossScales.fresh(None, self.device) if config.precision == "float16" else NoLossScales(none_skipped)
         self.clip = torch.ones((), device=self.device)  # the factor by which the last gradient was clipped
         self.in_a_row = torch.zeros((), device=self.device)  # broken steps in a row up to now
-        self.batch_norms = [module for module in policy.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        self.batch_norms = [module for module in policy.modules() if isinstance(module, BatchNormBase)]
         self.on_compile_failure = on_compile_failure
         self.is_compiled = config.compile
         self.encode: Callable[[Obs], Tensor] = torch.compile(policy.encode) if config.compile else policy.encode

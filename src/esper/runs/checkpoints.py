@@ -45,6 +45,7 @@ from esper.files import (
 )
 from esper.runs.tensors import Tree, join, split
 from esper.runs.versions import VersionError, Versions
+from esper.torch_internals import COMPILED_MODULE
 
 FORMAT = 1  # format of the folder; higher ones are refused
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
@@ -185,7 +186,6 @@ def digest(content: bytes) -> FileDigest:
 
 Value = TypeVar("Value")
 
-_COMPILED = "_orig_mod"  # part that torch.compile adds to names at every compiled module
 _PARALLEL = "module."  # prefix that DistributedDataParallel adds to every name
 
 
@@ -216,7 +216,7 @@ def plain_name(name: str) -> str:
     >>> plain_name("encoder._orig_mod.weight")
     'encoder.weight'
     """
-    return ".".join(part for part in name.split(".") if part != _COMPILED)
+    return ".".join(part for part in name.split(".") if part != COMPILED_MODULE)
 
 
 def load_module(module: nn.Module, state_dict: Mapping[str, Any]) -> None:

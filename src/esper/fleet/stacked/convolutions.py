@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.conv import _ConvNd
 
 from esper.fleet.stacked.layers import Convolution, Scope, lowers
+from esper.torch_internals import ConvBase
 
-Conv = nn.Conv1d | nn.Conv2d | _ConvNd  # always one of the first two; for mypy, the layer of a `ConvBlock` is a _ConvNd
+Conv = nn.Conv1d | nn.Conv2d | ConvBase  # always one of the first two; for mypy, the layer of a `ConvBlock` is a ConvBase
 _WIDEST_TILED = 64  # most channels of a layer that the tiled kernels are chosen for
 _AT_ALL = (slice(None), slice(None))  # index of all hosts and channels
 

@@ -22,7 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from esper.torch_internals import BatchNormBase
 
 Convolution = Literal["grouped", "unfolded", "tiled"]
 
@@ -143,7 +144,7 @@ def batch_norm(layer: nn.BatchNorm1d | nn.BatchNorm2d, scope: Scope, x: Tensor) 
 
 
 @torch.no_grad()
-def track(layer: _BatchNorm, scope: Scope, mean: Tensor, variance: Tensor) -> None:
+def track(layer: BatchNormBase, scope: Scope, mean: Tensor, variance: Tensor) -> None:
     """Move the running statistics towards these batch statistics: by the momentum or, without one, to the mean of all batches so far."""
     count = scope.tensor("num_batches_tracked").add_(1)  # [N]
     share = 1 / count.to(mean.dtype).unsqueeze(1) if layer.momentum is None else layer.momentum

@@ -44,6 +44,7 @@ from esper.fleet.stacked.rows import aliases
 from esper.growth.seeds.branches import Attention, SqueezeExcite
 from esper.tasks.gpt_host import CausalAttention, GPTBlock, GPTHost
 from esper.tasks.hosts import ConvBlock, ConvHost, MLPHost, ResidualBlock, ResidualHost
+from esper.torch_internals import version_of
 
 # Lowerings of modules that are made of others
 
@@ -235,9 +236,9 @@ Recompute = Callable[[Compute, Compute, Tensor], Tensor]  # first computation, r
 
 def recomputed(first: Compute, again: Compute, x: Tensor) -> Tensor:
     """Return `first(x)`, keeping only x for the backward pass, which calls `again(x)` to recompute the activations."""
-    passes, version = iter((first, again)), x._version
+    passes, version = iter((first, again)), version_of(x)
     outputs: Tensor = checkpoint(lambda x: next(passes)(x), x, use_reentrant=False, preserve_rng_state=False)
-    if x._version != version:
+    if version_of(x) != version:
         raise FleetError(
             "a block of the host changes its input in place, so its activations cannot be recomputed from that input; "
             "build its first layer with inplace=False, or leave `checkpoint` off"

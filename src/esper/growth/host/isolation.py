@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from esper.growth.host.slots import forward_replaced
+from esper.torch_internals import COMPILED_MODULE, copy_all, is_compiled_itself, version_of
 
 SMALL_BYTES = 64 * 1024  # buffers up to this size, such as the statistics of norms, are always copied
 
@@ -146,7 +147,7 @@ class Isolation:
                 if tensor is None or id(tensor) in copies or is_expanded(tensor):
                     continue
                 if tensor.numel() * tensor.element_size() > SMALL_BYTES:
-                    large.append(buffer := _Large(tensor, _version(tensor), (name, own_name, module.training)))
+                    large.append(buffer := _Large(tensor, version_of(tensor), (name, own_name, module.training)))
                     if buffer.key in self._unchanged:
                         continue
                 copies[id(tensor)] = tensor, tensor.detach().clone()
@@ -154,7 +155,7 @@ class Isolation:
 
     def _note_change(self, buffer: _Large, copy: tuple[Tensor, Tensor] | None) -> None:
         """Record after a pass whether a large buffer has changed. Warn if it was not copied and has changed."""
-        has_changed = buffer.version is None or buffer.version != _version(buffer.tensor)
+        has_changed = buffer.version is None or buffer.version != version_of(buffer.tensor)
         if copy is not None:
             if not has_changed and _is_same(*copy):
                 self._unchanged.add(buffer.key)
@@ -184,7 +185,7 @@ class _Large:
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model without the wrappers of torch.compile and DistributedDataParallel."""
     while True:
-        inner = getattr(model, "_orig_mod", None) or (model.module if isinstance(model, DistributedDataParallel) else None)
+        inner = getattr(model, COMPILED_MODULE, None) or (model.module if isinstance(model, DistributedDataParallel) else None)
         if not isinstance(inner, nn.Module):
             return model
         model = inner
@@ -196,7 +197,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def _is_any_compiled(modules: Iterable[nn.Module]) -> bool:
-    return any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in modules)
+    return any(map(is_compiled_itself, modules))
 
 
 @contextmanager
@@ -255,7 +256,7 @@ def _put_back(copies: Collection[tuple[Tensor, Tensor]]) -> None:
     tensors = [tensor.data if tensor.layout == torch.strided else tensor for tensor, _ in copies]
     if tensors:
         with torch.no_grad():
-            torch._foreach_copy_(tensors, [copy for _, copy in copies])
+            copy_all(tensors, [copy for _, copy in copies])
 
 
 def is_expanded(tensor: Tensor) -> bool:
@@ -268,7 +269,3 @@ def is_expanded(tensor: Tensor) -> bool:
 def _is_same(tensor: Tensor, copy: Tensor) -> bool:
     """Compare values, because the version is not enough: the kernels of batch norm write their statistics without changing it."""
     return tensor.layout != torch.strided or torch.equal(tensor, copy)  # sparse tensors cannot be compared; no norm writes them
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version

@@ -26,7 +26,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from esper.torch_internals import TorchDispatchMode
 
 CPU = torch.device("cpu")
 Kind = Literal["conv", "token", "dense"]

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from esper.growth.host.isolation import is_compiled, is_eager, unwrap
 from esper.growth.host.layout import Call
 from esper.growth.host.slots import Forward, forward_replaced, own_forward, tensors_in
+from esper.torch_internals import version_of
 
 MAX_BYTES = 256 * 1024**2
 Shapes = tuple[torch.Size, ...]
@@ -266,7 +267,7 @@ class PrefixCache:
             plain = tensor.detach()
             if plain.is_inference():
                 return plain.clone()  # it has no version, so overwriting could not be noticed
-            this_pass.watched.append((name, plain, plain._version))
+            this_pass.watched.append((name, plain, version_of(plain)))
             return plain.clone() if is_copied else plain
 
         try:
@@ -291,7 +292,7 @@ class PrefixCache:
         """Keep the pass, unless it was cut, and note which outputs were overwritten during it."""
         if self._current is None:
             return
-        self._overwritten |= {name for name, tensor, version in this_pass.watched if tensor._version != version}
+        self._overwritten |= {name for name, tensor, version in this_pass.watched if version_of(tensor) != version}
         self._has_learned = True
         self._passes.append(this_pass)
         self._check_counts(this_pass)
@@ -316,11 +317,11 @@ class _Entry:
 
     value: Any
     shapes: Shapes  # of the inputs
-    versions: tuple[tuple[Tensor, int], ...]  # the tensors in `value`, with their versions
+    versions: tuple[tuple[Tensor, int | None], ...]  # the tensors in `value`, with their versions
 
     @property
     def is_intact(self) -> bool:
-        return all(tensor._version == version for tensor, version in self.versions)
+        return all(version_of(tensor) == version for tensor, version in self.versions)
 
 
 @dataclass(slots=True)
@@ -330,14 +331,14 @@ class _Pass:
     inputs: Inputs = ()
     entries: dict[str, list[_Entry]] = field(default_factory=dict)  # by module, in the order of its calls
     ran: Counter[str] = field(default_factory=Counter)  # calls of each module so far
-    watched: list[tuple[str, Tensor, int]] = field(default_factory=list)  # during the recording: (module, an output, its version)
+    watched: list[tuple[str, Tensor, int | None]] = field(default_factory=list)  # during the recording: (module, an output, its version)
     storages: dict[int, int] = field(default_factory=dict)  # address -> bytes; outputs may share storage, which is counted once
     nbytes: int = 0
 
     def add(self, name: str, value: Any, shapes: Shapes) -> None:
         """Add the output of a call."""
         tensors = _leaves(value)
-        versions = tuple((tensor, tensor._version) for tensor in tensors if not tensor.is_inference())
+        versions = tuple((tensor, version_of(tensor)) for tensor in tensors)
         self.entries.setdefault(name, []).append(_Entry(value, shapes, versions))
         self.ran[name] += 1
         for storage in (tensor.untyped_storage() for tensor in tensors):
@@ -394,7 +395,7 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 def _inputs(arguments: tuple[Any, ...], named: dict[str, Any]) -> Inputs:
-    return tuple((tensor, None if tensor.is_inference() else tensor._version) for tensor in tensors_in((arguments, named)))
+    return tuple((tensor, version_of(tensor)) for tensor in tensors_in((arguments, named)))
 
 
 def _is_identical(one: Inputs, other: Inputs) -> bool:

@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from esper.growth.host.layout import Place
 from esper.growth.seeds.seed import Seed, innermost, nested
+from esper.torch_internals import backward_number, outside_compiled_code, version_of
 
 Forward = Callable[..., Any]
 
@@ -390,7 +391,7 @@ class Slot(ForwardPatch):
         """Return the number of in-place changes of the submodule's weights, summed over the weights."""
         if "module" not in self.__dict__:
             return 0
-        return sum(weight._version for weight in self.module.parameters() if not weight.is_inference())
+        return sum(version_of(weight) or 0 for weight in self.module.parameters())
 
     def _warn_if_outgrown(self) -> None:
         """Warn once if the original has grown and the weights of this copy have changed since: it is probably an average of weights."""
@@ -547,15 +548,14 @@ class OptimizerFollower:
 
     def _begin_backward(self, gradient: Tensor) -> None:
         # Check only once per backward pass: later in the same pass, seeds may already have gradients that the host does not have yet.
-        number = torch._C._current_graph_task_id()
+        number = backward_number()
         if number != self._backward:
             self._backward = number
             self._clear_unless_host_has_gradient()
 
-    # Keep these hooks out of a compiled optimiser step: traced, they would be recompiled in every step. The decorator is the one that
-    # torch's optimisers use; the public one imports the compiler at once.
+    # Keep these hooks out of a compiled optimiser step: traced, they would be recompiled in every step.
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @outside_compiled_code
     def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._depth += 1
         if self._depth == 1 and self.is_active:
@@ -563,7 +563,7 @@ class OptimizerFollower:
             has_closure = named.get("closure") is not None or (len(arguments) > 1 and arguments[1] is not None)
             self._has_gradient = has_closure or self._clear_unless_host_has_gradient()
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @outside_compiled_code
     def _after_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._depth -= 1
         if self._depth == 0 and self.is_active and self._has_gradient:

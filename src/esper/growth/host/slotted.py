@@ -57,6 +57,7 @@ from esper.growth.seeds.seed import SPEC_KEY, Blending, Seed, SeedSpec
 from esper.growth.seeds.width import WidthSeed, fold as fold_seeds, kept_units, make_seed, next_order, why_not_removed
 from esper.runs.checkpoints import plain_name, plain_names
 from esper.text_table import aligned
+from esper.torch_internals import COMPILED_CALL, COMPILED_MODULE
 
 # Models that were baked in this process -> the facts for their model cards, from the grower; None where there was no grower.
 FACTS_OF_BAKED: WeakKeyDictionary[nn.Module, Card | None] = WeakKeyDictionary()
@@ -608,12 +609,12 @@ def eager_calls(model: nn.Module) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for module in list(model.modules()):
-            if "_orig_mod" in module._modules:  # compiled by torch.compile(module)
+            if COMPILED_MODULE in module._modules:  # compiled by torch.compile(module)
                 stack.enter_context(forward_replaced(module, _eagerly(own_forward(module))))
-            compiled = vars(module).get("_compiled_call_impl")  # compiled by module.compile()
+            compiled = vars(module).get(COMPILED_CALL)  # compiled by module.compile()
             if compiled is not None:
-                vars(module)["_compiled_call_impl"] = _eagerly(compiled)
-                stack.callback(vars(module).update, _compiled_call_impl=compiled)
+                vars(module)[COMPILED_CALL] = _eagerly(compiled)
+                stack.callback(vars(module).__setitem__, COMPILED_CALL, compiled)
         yield
 
 

@@ -30,8 +30,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
@@ -41,6 +39,7 @@ from esper.growth.host.layout import LayerSize, Reader, Refusal, Through, Units
 from esper.growth.host.slots import Forward, forward_replaced, own_forward, tensors_in
 from esper.growth.seeds.blueprints import flop_counter
 from esper.growth.seeds.seed import Seed
+from esper.torch_internals import DropoutBase, WeightNorm
 
 Part = Literal["layer", "own", "passed"]
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -184,7 +183,7 @@ def part_of(module: nn.Module) -> Part | None:
     """Return the part that a leaf module plays for units that go through it; None if new units cannot go through it."""
     if isinstance(module, LAYERS):
         return "own" if getattr(module, "groups", 1) > 1 else "layer"
-    if isinstance(module, _DropoutNd):
+    if isinstance(module, DropoutBase):
         return "own"
     if isinstance(module, OWN) and not (isinstance(module, nn.PReLU) and module.num_parameters == 1):
         return "own"
@@ -212,7 +211,7 @@ def has_weight_norm(module: nn.Module) -> bool:
         return False
     made = dict(module.get_submodule("parametrizations").named_children())
     steps = list(made.get("weight", nn.Module()).children())
-    return len(made) == 1 and len(steps) == 1 and isinstance(steps[0], _WeightNorm) and steps[0].dim == 0
+    return len(made) == 1 and len(steps) == 1 and isinstance(steps[0], WeightNorm) and steps[0].dim == 0
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -361,7 +360,7 @@ def _tried(
             part, axis, new = part_of(module), wider[0], given.shape[wider[0]] - shape[wider[0]]
             if part == "passed":
                 return forward(*arguments, **named)
-            is_dropout = isinstance(module, _DropoutNd)
+            is_dropout = isinstance(module, DropoutBase)
             if is_dropout and len(known) > 1:
                 return forward(*arguments, **named)  # it draws for other tensors too
             if part is None:  # it may work on other dimensions than that of the units, as a norm over the features of each head

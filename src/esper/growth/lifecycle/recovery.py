@@ -35,6 +35,7 @@ from esper.growth.lifecycle.backend import ModuleBackend
 from esper.growth.lifecycle.lifecycles import Lifecycles
 from esper.growth.lifecycle.snapshots import BestStates, Snapshots, copy_of
 from esper.growth.seeds.seed import nested
+from esper.torch_internals import version_of
 
 State = dict[str, Any]
 
@@ -298,7 +299,7 @@ def first_slots(names: Collection[str]) -> list[str]:
 def _checksum(tensor: Tensor) -> Tensor:
     """Return a checksum: the sum of the tensor's elements, read as integers. Different values almost always have different sums."""
     if type(tensor) is not Tensor or tensor.is_meta or tensor.layout != torch.strided:
-        return torch.tensor(0 if tensor.is_inference() else tensor._version)  # the bits cannot be read; count writes instead
+        return torch.tensor(version_of(tensor) or 0)  # the bits cannot be read; count writes instead
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(sizes[tensor.real.element_size()]).sum(dtype=torch.int64)
 

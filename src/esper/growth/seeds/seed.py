@@ -40,6 +40,7 @@ from esper.growth.config import GrowthError, SeedOptimizerConfig
 from esper.growth.host.layout import Place
 from esper.growth.seeds.blueprints import build_branch, get_blueprint
 from esper.parallel import ALONE, Group
+from esper.torch_internals import skips_on_device
 
 Blending = Literal["add", "multiply", "gate"]
 
@@ -245,7 +246,7 @@ class SeedLearner:
         # in a first step under a loss scale: its state could not be put back.
         norm = get_total_norm(gradients)
         is_new = any(one.grad is not None and one not in self._stepped for one in self.parameters)
-        may_read = not reading_waits(norm) or (scale is not None and is_new and not is_fused(self.optimizer))
+        may_read = not reading_waits(norm) or (scale is not None and is_new and not skips_on_device(self.optimizer))
         if may_read and found_inf is not None and float(found_inf) > 0:
             self._skipped = self._skipped + 1
             return
@@ -265,7 +266,7 @@ class SeedLearner:
         for gradient in gradients:
             gradient.masked_fill_(is_bad, 0.0)
         self._clip(norm.masked_fill(is_bad, 0.0))
-        with (_skipped_where if is_fused(self.optimizer) else _undone_where)(is_bad, self.optimizer):
+        with (_skipped_where if skips_on_device(self.optimizer) else _undone_where)(is_bad, self.optimizer):
             self.optimizer.step()
 
     def _clip(self, norm: Tensor) -> None:
@@ -348,11 +349,6 @@ def _skipped_where(is_bad: Tensor, optimizer: Optimizer) -> Iterator[None]:
         for name in state.keys() - had.get(parameter, set()):
             if isinstance(state[name], Tensor):
                 state[name].masked_fill_(is_bad, 0.0)
-
-
-def is_fused(optimizer: Optimizer) -> bool:
-    """Return whether the optimiser itself skips a step where its `found_inf` is above 0. It is the mark that GradScaler asks for."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def _tensors_of(optimizer: Optimizer, parameter: nn.Parameter, device: torch.device) -> list[tuple[str, Tensor]]:

@@ -40,7 +40,6 @@ from torch.nn.functional import (
     linear,
     pad,
 )
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import Optimizer
 
@@ -49,6 +48,7 @@ from esper.growth.host.slots import WidePatch
 from esper.growth.host.units import LAYERS, WEIGHT_NORM, Layer, axis_of, has_weight_norm, layer_of, part_of, tensors_of
 from esper.growth.seeds.blueprints import get_blueprint, widened_by
 from esper.growth.seeds.seed import Blending, Seed, SeedSpec, WidePlan
+from esper.torch_internals import DropoutBase
 
 # Added to the orders of seeds that take part in some forward passes only, so that their units come behind those of all others.
 IN_SHADOW, CANDIDATE = 2**19, 2**20
@@ -195,7 +195,7 @@ def _own(like: nn.Module, units: int) -> nn.Module:
         module = nn.GroupNorm(units * like.num_groups // like.num_channels, units, eps=like.eps, affine=like.affine, **options)
     elif isinstance(like, nn.PReLU):
         module = nn.PReLU(units, **options)
-    elif isinstance(like, _DropoutNd):
+    elif isinstance(like, DropoutBase):
         module = type(like)(like.p, like.inplace)
     else:
         norm: Any = like
@@ -374,7 +374,7 @@ def _compute_own(own: nn.Module, x: Tensor, *, is_training: bool) -> Tensor:
     if torch.compiler.is_compiling() and own.training != is_training:
         if isinstance(own, _BATCH_NORMS):
             return _joined_norm([own], x, is_training=is_training)
-        if isinstance(own, _DropoutNd):
+        if isinstance(own, DropoutBase):
             return x if not is_training else _DROPOUTS[type(own)](x, own.p, training=True)
     with _own_random_numbers(own, x):
         output: Tensor = own(x)
@@ -393,7 +393,7 @@ _DROPOUTS: dict[type[nn.Module], Callable[..., Tensor]] = {
 
 def _own_random_numbers(module: nn.Module, x: Tensor) -> AbstractContextManager[None]:
     """Return a context in which a dropout draws without using up random numbers of the host, whose own draws stay the same."""
-    if not isinstance(module, _DropoutNd) or not module.training or torch.compiler.is_compiling():
+    if not isinstance(module, DropoutBase) or not module.training or torch.compiler.is_compiling():
         return nullcontext()
     return torch.random.fork_rng([x.device] if x.is_cuda else [])
 
