@@ -5,8 +5,12 @@
 A small network trains with Adam, and every step is followed by a snapshot of weights, optimiser and schedule; at every sample it goes back
 to the latest one. Growth is the resident size at the end less that at the first sample, by when all memory exists.
 
-The last line also has the best states, which hold the weights without the optimiser: the size of one, the time to take one if every epoch
-is better than all before, and the time for an epoch that is not.
+The line after them also has the best states, which hold the weights without the optimiser: the size of one, the time to take one if every
+epoch is better than all before, and the time for an epoch that is not.
+
+Then small hosts come and go, one after the other: each gets slots and a grower, trains three epochs with a seed in depth or in width and a
+rollback, goes back to its best state and is baked. The last line has the growth of the resident size over them, after the first tenth, and
+the growers that were alive at the same time at most.
 
 Linux only: resident sizes are read from /proc.
 """
@@ -20,19 +24,24 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 
 import argparse
+import math
 import resource
 import time
+import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
+from esper.growth import Grower, GrowthConfig, LifecycleConfig, Planned, add_slots
 from esper.growth.lifecycle.ledger import Ledger
-from esper.growth.lifecycle.snapshots import BestState, BestStates, Snapshots
+from esper.growth.lifecycle.snapshots import BestStates, Snapshots
 from records import RESULTS, Output, Record
 
 MB = 10**6
@@ -104,13 +113,13 @@ def best_states(*, count: int, every: int) -> Record:
     taken, passed, resident = list[float](), list[float](), list[int]()
     for number in range(1, count + 1):
         training.step()
-        better = BestState(number, float(-number), {}, (), {"parameters": dict(training.model.state_dict())})
-        worse = BestState(number, float(count), {}, (), {})
+        lifecycles: Any = SimpleNamespace(backends={}, epoch=number)  # without seeds
         start = time.perf_counter()
-        assert states.may_be_best(better)
-        states.take(better)
+        better = states.candidate(lifecycles, float(-number), {})
+        assert better is not None
+        states.take(replace(better, state={"parameters": dict(training.model.state_dict())}))
         middle = time.perf_counter()
-        assert not states.may_be_best(worse)
+        assert states.candidate(lifecycles, float(count), {}) is None
         taken.append(middle - start)
         passed.append(time.perf_counter() - middle)
         if number % every == 0:
@@ -123,10 +132,47 @@ def best_states(*, count: int, every: int) -> Record:
     }
 
 
+def grow_one(number: int) -> weakref.ref[Grower]:
+    """Grow a small host in a loop of its own, with a rollback on the way, and return a reference to its grower."""
+    torch.manual_seed(number)
+    x, y = torch.randn(8, 6), torch.randint(3, (8,))
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    slotted = add_slots(model, example_input=x[:2], slots=["1"])
+    optimizer = torch.optim.Adam(model.parameters())
+    plan = Planned([(0, "1", ("mlp", "widen_50")[number % 2])])
+    lifecycle = LifecycleConfig(training_epochs=1, blend_epochs=1, holding_epochs=1)
+    grower = Grower(slotted, optimizer, controller=plan, config=GrowthConfig(lifecycle=lifecycle), epochs=3)
+
+    def evaluate() -> list[torch.Tensor]:
+        return [cross_entropy(slotted(part), targets).detach() for part, targets in zip(x.chunk(2), y.chunk(2), strict=True)]
+
+    for epoch in range(3):
+        for step in range(2):
+            loss = cross_entropy(slotted(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            grower.after_step(loss * math.nan if (epoch, step) == (1, 0) else loss)
+        grower.after_epoch(evaluate)
+    assert grower.rollbacks == 1
+    grower.restore_best(evaluate)
+    slotted.bake()
+    return weakref.ref(grower)
+
+
+def hosts(*, count: int, every: int) -> Iterator[Record]:
+    growers: list[weakref.ref[Grower]] = []
+    for number in range(1, count + 1):
+        growers = [grower for grower in growers if grower() is not None] + [grow_one(number)]
+        if number % every == 0:
+            yield {"hosts": number, "resident_mb": resident_bytes() / MB, "live_growers": len(growers)}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--snapshots", type=int, default=1_000)
     parser.add_argument("--every", type=int, default=50, help="snapshots between samples")
+    parser.add_argument("--hosts", type=int, default=2_000, help="hosts that come and go")
     parser.add_argument("--keep", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "growth_memory.jsonl")
     options = parser.parse_args(arguments)
@@ -145,6 +191,19 @@ def main(arguments: list[str] | None = None) -> None:
             "take_seconds": median(timed.take),
             "restore_seconds": median(timed.restore),
             **best_states(count=options.snapshots, every=options.every),
+        }
+    )
+    found = []
+    for sample in hosts(count=options.hosts, every=max(options.hosts // 40, 1)):
+        output.write(sample)
+        found.append(sample)
+    settled = [sample["resident_mb"] for sample in found[len(found) // 10 :]]
+    output.write(
+        {
+            "hosts": options.hosts,
+            "growth_mb": settled[-1] - settled[0],
+            "largest_growth_mb": max(settled) - settled[0],
+            "most_live_growers": max(sample["live_growers"] for sample in found),
         }
     )
 
