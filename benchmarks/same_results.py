@@ -58,7 +58,12 @@ def train(tree: Path, command: list[str], folder: Path) -> Values:
     done = subprocess.run(given, env=environment, cwd=folder.parent, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed in {tree}:\n{done.stderr or done.stdout}")
-    return {path: value for path, value in _values(folder) if not path.endswith(_LENGTH)}
+    return values_of(folder)
+
+
+def values_of(run: Path) -> Values:
+    """Return everything in a run folder: events, and the tensors and values of checkpoints and models."""
+    return {path: value for path, value in _values(run) if not path.endswith(_LENGTH)}
 
 
 def _values(run: Path) -> Iterator[tuple[str, Any]]:
