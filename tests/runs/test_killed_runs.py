@@ -1,13 +1,12 @@
-"""Runs killed at any call that touches the disk, and resumed: nothing is lost or stale."""
+"""Runs killed while they save, and resumed: no file beside the checkpoints is stale. `tests.faults` kills whole trainings."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-import sys
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,9 @@ import msgspec
 import pytest
 import torch
 
-from esper.cli.main import main
 from esper.controller.learned import load_controller
 from esper.controller.training import CONTROLLER, GROWTH, train_controller
-from esper.experiment import training as grow_run
 from esper.growth import GrowthError
-from esper.growth.report.html import REPORT
-from esper.growth.report.story import read_story
 from esper.growth.run import KIND, open_run
 from esper.league.league import League
 from esper.league.store import FOLDER, LeagueStore
@@ -33,8 +28,8 @@ from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.run_config import TrainConfig
 from esper.rl.training import Trainer, train_run
 from esper.runs import Checkpoint, CheckpointRefused, CheckpointStore, EventLog, read
-from esper.runs.folder import CHECKPOINTS, CONFIG, EVENTS
-from tests.commands import assert_same_state, events_of
+from esper.runs.folder import CHECKPOINTS, EVENTS
+from tests.commands import assert_same_state
 from tests.faults import Crash, crash_at
 from tests.growth.builders import QUICK
 
@@ -50,78 +45,6 @@ PPO_CONFIG = TrainConfig(
     eval_episodes=2,
     ppo=PPOConfig(num_steps=4, num_minibatches=1, num_epochs=1, network=NetworkConfig(hidden_size=4, encoder_sizes=(4,))),
 )
-
-
-def killed_everywhere(start: Callable[[], object], *, first: int) -> Iterator[int]:
-    """Kill `start` at one call after the other, until it comes through: at every second of the first calls, which make the run, and at
-    every sixth of those that follow, which save it. Another kind of run begins with another call, and the functions that touch the disk
-    are the same, so that together all of the first ones are tried. That a checkpoint survives each of its calls is a test of its own."""
-    for call in chain(range(first, 25, 2), count(24 + 3 * first, 6)):
-        with crash_at(call):
-            try:
-                start()
-                return
-            except Crash:
-                pass
-        yield call
-
-
-@pytest.mark.slow
-def test_a_ppo_run_killed_at_any_call_resumes_as_an_uninterrupted_one(tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    expected = train_run(PPO_CONFIG, whole)
-    folder = tmp_path / "run"
-    kills = 0
-    for _ in killed_everywhere(lambda: train_run(PPO_CONFIG, folder), first=1):
-        result = train_run(None, folder, resume=True) if (folder / CONFIG).exists() else train_run(PPO_CONFIG, folder)
-        assert result.step == expected.step
-        assert [record.kind for record in read(folder / EVENTS)].count("evaluated") == 1
-        assert events_of(folder) == events_of(whole)
-        assert_same_state(*(open_store(some).load("latest").state["ppo"] for some in (folder, whole)))
-        assert open_store(folder).load("best").step == open_store(whole).load("best").step
-        shutil.rmtree(folder)
-        kills += 1
-    assert kills > 16
-
-
-USER_CODE = """
-import torch
-from torch import nn
-
-def make_model():
-    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
-
-def make_loaders():
-    inputs = torch.randn(24, 4)
-    targets = inputs[:, :3].argmax(dim=1)
-    return [[(inputs[a:b], targets[a:b]), (inputs[a + 4 : b], targets[a + 4 : b])] for a, b in ((0, 8), (8, 16), (16, 24))]
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("in_an_empty_folder")
-def test_a_growing_run_killed_at_any_call_resumes_as_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    Path("killed_user_code.py").write_text(USER_CODE)
-    own = ["--model", "killed_user_code:make_model", "--data", "killed_user_code:make_loaders", "--controller", "never", "--epochs", "1"]
-
-    def start(*options: str) -> None:
-        assert main(["grow", *own, "--threads", "1", "--device", "cpu", "--run", "run", *options]) == 0
-
-    monkeypatch.setattr(grow_run, "write_report", lambda folder: folder / REPORT)  # which takes longer than all the rest
-    start()
-    whole = shutil.move("run", "whole")
-    kills = 0
-    for _ in killed_everywhere(start, first=2):
-        # From the first file on, it can be resumed; before that there is nothing, and it can be started.
-        start(*(["--resume"] if Path("run/grow.toml").exists() else []))
-        assert [event for event in events_of(Path("run")) if event["kind"] != "loader_restarted"] == events_of(Path(whole))
-        assert_same_state(*(CheckpointStore(Path(some) / CHECKPOINTS, kind=KIND).load().state["grower"] for some in ("run", whole)))
-        assert Path("run/model.safetensors").read_bytes() == Path(whole, "model.safetensors").read_bytes()
-        assert read_story("run").is_over
-        shutil.rmtree("run")
-        kills += 1
-    assert kills > 16
 
 
 # Files beside the checkpoints
