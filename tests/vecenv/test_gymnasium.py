@@ -425,6 +425,35 @@ def test_a_box_with_an_open_side_takes_numbers_in_its_own_units():
     assert not recording(spaces.Box(-largest, largest, (2,)))[0].action_spec.heads[0].is_bounded
 
 
+def test_every_number_of_an_action_box_is_scaled_by_its_own_bounds():
+    low, high = np.array([[0.0, -np.inf], [-1.0, 0.0]], dtype=np.float32), np.array([[1000.0, np.inf], [3.0, np.inf]], dtype=np.float32)
+    env, inner = recording(spaces.Box(low, high))
+    assert env.action_spec.heads == (Continuous("action_bounded", 2), Continuous("action_unbounded", 2, is_bounded=False))
+    bounded, unbounded = torch.tensor([[-1.0, 1.0], [0.0, 0.5]]), torch.tensor([[30.0, 40.0], [-30.0, -40.0]])
+    env.step({"action_bounded": bounded, "action_unbounded": unbounded})
+    assert [each.given.tolist() for each in inner.envs] == [[[0.0, 30.0], [3.0, 40.0]], [[500.0, -30.0], [2.0, 0.0]]]
+    check_env(env, steps=10)
+
+
+@pytest.mark.parametrize(
+    ("observed", "acted", "message"),
+    [
+        (spaces.Box(0, 1, (0,)), spaces.Discrete(2), r"Records: observation 'obs' has no numbers: its shape is \(0,\)"),
+        (spaces.Dict(a=spaces.Box(0, 1, (2,)), b=spaces.Box(0, 1, (3, 0))), spaces.Discrete(2), "Records: observation 'b' has no numbers"),
+        (spaces.Dict(), spaces.Discrete(2), "Records: the observation space has no parts"),
+        (spaces.Discrete(2), spaces.Box(0, 1, (0,)), "Records: action 'action' has no numbers"),
+        (spaces.Discrete(2), spaces.Tuple((spaces.Dict(),)), "Records: the action space has no parts"),
+        (spaces.Dict(text=spaces.Text(3)), spaces.Discrete(2), "Records: observation 'text' is a Text, .* leaves this one out"),
+    ],
+)
+def test_a_space_without_numbers_is_refused_with_its_name_and_that_of_the_environment(observed, acted, message):
+    class Records(gymnasium.Env):
+        observation_space, action_space = observed, acted
+
+    with pytest.raises(ValueError, match=message):
+        make(Records, 2)
+
+
 def test_an_adapted_environment_can_be_saved_only_if_the_inner_one_can():
     assert not isinstance(from_gymnasium(sync(Counter)), Saveable)
     inner = make("cartpole-hidden", 3)

@@ -65,7 +65,11 @@ class GymnasiumEnv:
         copies = type(vector_env) in (gymnasium.vector.SyncVectorEnv, gymnasium.vector.AsyncVectorEnv) and getattr(
             vector_env, "copy", False
         )
-        self.spaces = spaces_of(space, vector_env.single_action_space)
+        self.name = _name_of(vector_env)
+        try:
+            self.spaces = spaces_of(space, vector_env.single_action_space)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error
         masked_in_obs = isinstance(self.spaces.observation, DictSpace) and "action_mask" in self.spaces.observation.spaces
         if masked_in_obs:
             self.spaces = _without_mask(self.spaces)
@@ -79,7 +83,7 @@ class GymnasiumEnv:
 
     def reset(self, seed: int | None = None) -> Timestep:
         seed, self._next_seed = self._next_seed if seed is None else seed, None
-        with _explained("reset", "(observation, info)"):
+        with _explained(self.name, "reset", "(observation, info)"):
             raw, infos = self.vector_env.reset(seed=seed)
         self._resetting = None
         nothing = torch.zeros(self.num_envs, dtype=torch.bool)
@@ -87,9 +91,11 @@ class GymnasiumEnv:
 
     def step(self, actions: Actions) -> Timestep:
         chosen = self._build_action(actions)
-        with _explained("step", "(observation, reward, terminated, truncated, info)"):
+        with _explained(self.name, "step", "(observation, reward, terminated, truncated, info)"):
             raw, rewards, terminations, truncations, infos = self.vector_env.step(chosen)
         reward = np.array(rewards, dtype=np.float32)
+        if reward.shape != (self.num_envs,):
+            raise ValueError(f"{self.name}: rewards have the shape {reward.shape}, expected one number per environment, {(self.num_envs,)}")
         terminated = np.array(terminations, dtype=np.bool_)
         truncated = np.array(truncations, dtype=np.bool_)
         obs = self._observe(raw)
@@ -171,20 +177,37 @@ class SaveableGymnasiumEnv(GymnasiumEnv):
 
 
 @contextlib.contextmanager
-def _explained(method: str, result: str) -> Iterator[None]:
+def _explained(name: str, method: str, result: str) -> Iterator[None]:
     """Say what a method of the user's environment must return, if Gymnasium fails to take its result apart."""
     try:
         yield
     except (ValueError, TypeError, AttributeError) as error:
         if not any(sign in str(error) for sign in _WRONG_RESULT):
             raise
-        raise ValueError(
-            f"the environment's {method} returned something else than {result}, with an observation of its observation_space: {error}"
-        ) from error
+        if any(sign in str(error) for sign in _NO_NUMBER):
+            what = "a reward, terminated or truncated that is an array instead of one number"
+        else:
+            what = f"something else than {result}, with an observation of its observation_space"
+        raise ValueError(f"{name}: the environment's {method} returned {what}: {error}") from error
 
 
 # Parts of the messages of Gymnasium and NumPy about a result of another form.
-_WRONG_RESULT = ("to unpack", "has no attribute 'items'", "is the wrong shape", "could not broadcast", "setting an array element")
+_WRONG_RESULT = (
+    "to unpack",
+    "has no attribute 'items'",
+    "is the wrong shape",
+    "could not broadcast",
+    "setting an array element",
+    "only length-1",
+    "only 0-dim",
+)
+_NO_NUMBER = _WRONG_RESULT[-3:]
+
+
+def _name_of(vector_env: Any) -> str:
+    """Return the id of the environments, or the name of their class, for messages."""
+    single = next(iter(getattr(vector_env.unwrapped, "envs", ())), vector_env)
+    return single.spec.id if getattr(single, "spec", None) is not None else type(single.unwrapped).__name__
 
 
 def _autoreset_mode(vector_env: gymnasium.vector.VectorEnv[Any, Any, Any]) -> AutoresetMode:

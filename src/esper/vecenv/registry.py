@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 EnvSource = Any  # a name, a function, a Gymnasium environment or vector environment, or a VecEnv
 Wrapper = Callable[[Any], Any] | str  # function from one Gymnasium environment to another, or its name "package.module:function"
 
+_FOREIGN = {  # libraries whose environments have another form -> advice
+    "stable_baselines3": "give the function that makes one environment, and num_envs",
+    "pettingzoo": "it has several agents; write a VecEnv with one row for each of them (esper.vecenv.VecEnv), or a Gymnasium environment",
+    "gym": "that is the predecessor of Gymnasium; convert it, for example by shimmy.GymV26CompatibilityV0",
+}
 _GIVEN: dict[str, EnvSource] = {}  # names that are defined only inside `named`
 # Beginning of an id -> the package that registers it when it is imported, and the name that pip knows it by.
 _PACKAGES = {"ALE/": ("ale_py", "ale-py"), "MiniGrid-": ("minigrid", "minigrid"), "BabyAI-": ("minigrid", "minigrid")}
@@ -92,13 +97,11 @@ def _make_gymnasium(source: EnvSource, num_envs: int, wrappers: Sequence[Callabl
         source = _itself_and_copies(source)
     is_id = isinstance(source, gymnasium.envs.registration.EnvSpec)
     if not is_id and not callable(source):
-        raise ValueError(
-            f"an environment is a name, a function that makes one, or an environment of Gymnasium; got a {type(source).__name__}"
-        )
+        raise ValueError(f"an environment is a name, a function that makes one, or an environment of Gymnasium; got {_foreign(source)}")
     if not is_id and "num_envs" in inspect.signature(source).parameters:
         made = source(num_envs=num_envs, **kwargs)
         if not is_vec_env(made) and not isinstance(made, VectorEnv):
-            raise ValueError(f"{_name_of(source)} takes num_envs, so it must make a VectorEnv or a VecEnv; got a {type(made).__name__}")
+            raise ValueError(f"{_name_of(source)} takes num_envs, so it must make a VectorEnv or a VecEnv; got {_foreign(made)}")
         _check_batch(made, num_envs, wrappers)
         return made
 
@@ -122,7 +125,7 @@ def _make_gymnasium(source: EnvSource, num_envs: int, wrappers: Sequence[Callabl
     def make_one() -> Any:
         env = gymnasium.make(source, **kwargs) if is_id else source(**kwargs)
         if not isinstance(env, gymnasium.Env):
-            raise ValueError(f"{_name_of(source)} must make a gymnasium.Env; got a {type(env).__name__}")
+            raise ValueError(f"{_name_of(source)} must make a gymnasium.Env; got {_foreign(env)}")
         for wrapper in wrappers:
             env = wrapper(env)
         return env
@@ -268,6 +271,15 @@ def _attribute_of(module_name: str, attribute: str) -> Any:
         raise ValueError(
             f"there is no module {error.name!r}, neither in {here} nor among the installed packages; run esper in the folder of your code"
         ) from error
+
+
+def _foreign(made: Any) -> str:
+    """Return what something is that is no environment here and, for environments of other libraries, what to give instead."""
+    modules = {base.__module__.partition(".")[0] for base in type(made).__mro__}
+    for library, advice in _FOREIGN.items():
+        if library in modules:
+            return f"a {type(made).__name__} of {library}: {advice}"
+    return f"a {type(made).__name__}"
 
 
 def _name_of(source: Any) -> str:

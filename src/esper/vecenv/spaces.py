@@ -80,7 +80,12 @@ class HasSpaces(Protocol):
 
 def spaces_of(observation_space: Any, action_space: Any) -> Spaces:
     """Return the description of two Gymnasium spaces. Raise ValueError for an unsupported kind of space."""
-    return Spaces(_observation_space(observation_space, "obs"), _action_space(action_space, ROOT))
+    found = Spaces(_observation_space(observation_space, "obs"), _action_space(action_space, ROOT))
+    if not observation_parts(found.observation):
+        raise ValueError(f"the observation space has no parts: {observation_space}")
+    if not action_part(found.action).heads:
+        raise ValueError(f"the action space has no parts: {action_space}")
+    return found
 
 
 def spaces_of_specs(observation_spec: ObservationSpec, action_spec: ActionSpec) -> Spaces:
@@ -108,12 +113,14 @@ def _observation_space(space: Any, name: str) -> Space:
     if isinstance(space, spaces.Tuple):
         return TupleSpace(tuple(_observation_space(inner, _joined(name, index)) for index, inner in enumerate(space.spaces)))
     if isinstance(space, spaces.Box | spaces.MultiBinary):
+        if 0 in space.shape:
+            raise ValueError(f"observation {name!r} has no numbers: its shape is {space.shape}; leave it out, or give it a size")
         return ArraySpace(_plain(space.shape), space.dtype.name)
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         return _discrete_space(space)
     raise ValueError(
         f"observation {name!r} is a {type(space).__name__}, which cannot become a tensor of fixed shape; Box, Discrete, MultiDiscrete, "
-        "MultiBinary, and Dict and Tuple of those are understood: wrap the environment so that it returns one of them"
+        "MultiBinary, and Dict and Tuple of those are understood: wrap the environment so that it leaves this one out or converts it"
     )
 
 
@@ -132,6 +139,8 @@ def _action_space(space: Any, name: str) -> Space:
     if isinstance(space, spaces.Box):
         if not np.issubdtype(space.dtype, np.floating):
             raise ValueError(f"action {name!r} is a Box of {space.dtype}; use a MultiDiscrete space for integers")
+        if 0 in space.shape:
+            raise ValueError(f"action {name!r} has no numbers: its shape is {space.shape}; leave it out, or give it a size")
         low, high = (tuple(float(bound) for bound in bounds.ravel()) for bounds in (space.low, space.high))
         return ArraySpace(_plain(space.shape), space.dtype.name, low=low, high=high)
     raise ValueError(
@@ -314,20 +323,29 @@ def _multi_discrete(name: str, space: MultiDiscreteSpace) -> ActionPart:
 
 
 def _continuous(name: str, space: ArraySpace) -> ActionPart:
+    """Return one head, or one for the bounded numbers and one for the others if there are both."""
     low, high = np.array(space.low, dtype=space.dtype), np.array(space.high, dtype=space.dtype)
     largest = np.finfo(low.dtype).max  # some environments use it for "unbounded"
-    is_bounded = bool((np.abs(low) < largest).all() and (np.abs(high) < largest).all())
+    bounded = (np.abs(low) < largest) & (np.abs(high) < largest)  # [size]
+    groups = {(f"{name}_bounded", True): np.flatnonzero(bounded), (f"{name}_unbounded", False): np.flatnonzero(~bounded)}
+    if bounded.all() or not bounded.any():
+        groups = {(name, bool(bounded.all())): np.arange(low.size)}
+    order = np.argsort(np.concatenate(list(groups.values())))  # [size] place of each number in the heads side by side
     # Bounded: scale [-1, 1] to [low, high]; halve before adding, so that wide bounds do not overflow. Otherwise pass the numbers on as they
     # are, clipped at those bounds that exist.
-    centre, half = (low / 2 + high / 2, high / 2 - low / 2) if is_bounded else (np.zeros_like(low), np.ones_like(low))
+    centre, half = np.zeros_like(low), np.ones_like(low)
+    centre[bounded], half[bounded] = low[bounded] / 2 + high[bounded] / 2, high[bounded] / 2 - low[bounded] / 2
 
     def build(actions: Actions) -> Array:
-        scaled = (actions[name].numpy() * half + centre).astype(space.dtype, copy=False)
+        parts = [actions[head].numpy() for head, _ in groups]
+        chosen = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)[:, order]  # [N, size]
+        scaled = (chosen * half + centre).astype(space.dtype, copy=False)
         # Clip, because rounding may exceed a bound by the last digit, which some environments refuse.
         result: Array = np.minimum(np.maximum(scaled, low), high).reshape(len(scaled), *space.shape)
         return result
 
-    return ActionPart((Continuous(name, low.size, is_bounded),), build)
+    heads = tuple(Continuous(head, len(columns), is_bounded) for (head, is_bounded), columns in groups.items())
+    return ActionPart(heads, build)
 
 
 def _group(name: str, inner: dict[Any, Space], *, as_tuple: bool, is_nested: bool) -> ActionPart:
