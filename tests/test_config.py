@@ -127,7 +127,7 @@ def test_a_config_is_frozen_keyword_only_and_knows_its_fields() -> None:
         Schedule().steps = 3
     with pytest.raises(TypeError):
         Schedule(3)
-    with pytest.raises(TypeError):
+    with pytest.raises(ConfigError, match="stepz: unknown key; did you mean 'steps'"):
         Schedule(stepz=3)
 
 

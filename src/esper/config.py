@@ -30,7 +30,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, dataclass_transform, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform, get_type_hints
 
 import msgspec
 from msgspec.inspect import Metadata, StructType, Type, UnionType
@@ -87,6 +87,12 @@ class _ConfigMeta(msgspec.StructMeta):
         strict = {"frozen": True, "kw_only": True, "forbid_unknown_fields": True}
         return super().__new__(mcs, name, bases, namespace, **(strict | options))
 
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        for key in values:
+            if key not in cls.__struct_fields__:
+                raise _unknown_key(cls, key, values[key])
+        return super().__call__(*args, **values)
+
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class Config(msgspec.Struct, metaclass=_ConfigMeta, frozen=True):
@@ -94,6 +100,8 @@ class Config(msgspec.Struct, metaclass=_ConfigMeta, frozen=True):
 
     An int is accepted for a float and a list for a tuple; a bool is not accepted for a number.
     """
+
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = {}  # name of a setting in other libraries -> what to write here
 
     def __post_init__(self) -> None:
         for name, (annotation, info) in _fields(type(self)).items():
@@ -219,8 +227,7 @@ def _build(config_type: type[ConfigT], mapping: Mapping[str, object], *, default
     fields = _fields(config_type)
     for key, given in mapping.items():
         if key not in fields:
-            hint = did_you_mean(key, fields, otherwise=f"known keys are {', '.join(fields)}")
-            raise ConfigError(key, expected=f"one of {', '.join(fields)}", got=given, problem=f"unknown key; {hint}")
+            raise _unknown_key(config_type, key, given)
     defaults = _defaults(config_type, default)
     values = dict(defaults)
     for name, given in mapping.items():
@@ -231,6 +238,15 @@ def _build(config_type: type[ConfigT], mapping: Mapping[str, object], *, default
             problem = f"is missing; it has no default and must be {_expected(info)}"
             raise ConfigError(name, expected=_expected(info), got=None, problem=problem)
     return config_type(**values)
+
+
+def _unknown_key(config_type: Any, key: str, given: object) -> ConfigError:
+    """Return the error for a key that is no field; it names the nearest one, or what another library's name for it is here."""
+    fields = config_type.__struct_fields__
+    hint = did_you_mean(key, fields, otherwise=f"known keys are {', '.join(fields)}")
+    if key in config_type.OTHER_NAMES:
+        hint = f"here it is {config_type.OTHER_NAMES[key]}"
+    return ConfigError(key, expected=f"one of {', '.join(fields)}", got=given, problem=f"unknown key; {hint}")
 
 
 def _parse(info: Type, given: object, *, default: object) -> object:

@@ -8,6 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from torch import nn
 
 from esper.rl import TrainingStopped
@@ -299,3 +300,30 @@ def test_a_custom_encoder_gets_unscaled_bytes(bandit):
             return obs.flatten(1).float()
 
     PPO(make(bandit, 4), config(), Seen()).collect()
+
+
+def test_parts_of_an_observation_may_have_any_name(tmp_path):
+    class Named(gymnasium.Env):
+        observation_space = spaces.Dict(
+            {
+                "observation.state": spaces.Box(-1, 1, (2,)),
+                "observation.image": spaces.Box(0, 255, (12, 12, 3), np.uint8),
+                "keys": spaces.Box(0, 255, (12, 12, 1), np.uint8),
+                "train": spaces.Box(0, 1, (2,)),
+            }
+        )
+        action_space = spaces.Dict({"arm.left": spaces.Discrete(2), "forward": spaces.Box(-1, 1, (1,))})
+
+        def reset(self, *, seed=None, options=None):
+            return self.observation_space.sample(), {}
+
+        def step(self, action):
+            return self.observation_space.sample(), 1.0, False, False, {}
+
+    ppo = PPO(Named, config(num_minibatches=2), num_envs=2)
+    ppo.learn(2 * 16)
+    assert {len(ppo.policy.encoder.images), len(ppo.policy.normalizer.means)} == {2}
+    ppo.save(tmp_path / "ppo.safetensors")
+    observation = Named().observation_space.sample()
+    action, _ = PPO.load(tmp_path / "ppo.safetensors", Named, num_envs=2).predict(observation, deterministic=True)
+    assert action["arm.left"] == ppo.predict(observation, deterministic=True)[0]["arm.left"]

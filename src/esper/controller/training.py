@@ -58,7 +58,17 @@ def prepare_controller(config: ControllerConfig, group: Group = ALONE) -> Iterat
             env = GrowthEnv(config, partial(load_task_from, config.data_dir), seed=config.ppo.seed, device=device, on_event=relay)
             generator = Streams(config.ppo.seed).torch("controller")
             parts = make_parts(config.network, config.ppo.network, generator=generator, value=start_value(config))
-            ppo = PPO(env, config.ppo, parts.encoder, actor=parts.actor, critic=parts.critic, device=device, on_event=relay, group=group)
+            ppo = PPO(
+                env,
+                config.ppo,
+                parts.encoder,
+                actor=parts.actor,
+                critic=parts.critic,
+                device=device,
+                on_event=relay,
+                group=group,
+                counts_waiting=True,
+            )
         except (ValueError, TaskError) as error:
             raise RunError(str(error)) from error
         with contextlib.closing(env):

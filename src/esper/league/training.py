@@ -72,7 +72,17 @@ def prepare_arena(config: ArenaTrainConfig, group: Group = ALONE, *, begins: boo
             seed = Streams(config.ppo.seed).spawn(f"arena of rank {group.rank}").integer("maps") if group.rank else config.ppo.seed
             env = SelfPlay(config, device=device, seed=seed, on_event=relay, group=group)
             parts = make_parts(config.unit, config.ppo.network, config.arena, generator=Streams(config.ppo.seed).torch("unit"))
-            ppo = PPO(env, config.ppo, parts.encoder, actor=parts.actor, critic=parts.critic, device=device, on_event=relay, group=group)
+            ppo = PPO(
+                env,
+                config.ppo,
+                parts.encoder,
+                actor=parts.actor,
+                critic=parts.critic,
+                device=device,
+                on_event=relay,
+                group=group,
+                counts_waiting=True,
+            )
             ppo.monitor.compares_returns = False
             if begins and config.start_from is not None:
                 load_module(ppo.policy, read_weights(Path(config.start_from)))

@@ -147,6 +147,7 @@ class Finals:
         return positions, policy.value(features)
 
 
+_OF_EPISODES = ("state", "starts", "running_return", "running_length")  # attributes of the collector about unfinished episodes
 RECENT_EPISODES = 100  # finished episodes that mean returns and lengths are over
 
 
@@ -164,6 +165,7 @@ class Collector:
         self._forget_episodes()
         self.episodes = 0  # finished so far
         self.env_seconds = 0.0  # time in the environments during the last rollout, measured in this process
+        self.steps = 0  # of the last rollout, without those that only reset an environment
         self.bad_rewards = 0  # steps so far whose reward was not finite
         self.has_reward = True  # whether any reward of the last rollout was finite
         self.recent_returns: deque[float] = deque(maxlen=RECENT_EPISODES)
@@ -222,7 +224,7 @@ class Collector:
             torch.stack(steps, out=store)
         if not self.checks_at_once:
             raise_on_empty_rows(distribution, empty_masks)
-            _raise_on_non_finite(rollout.parameters)
+            self._raise_on_non_finite(rollout.parameters, rollout.obs)
 
     def _step(self, rollout: Rollout, step: int, noise: Noise, empty_masks: Tensor, act: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Take one step. Return the features that the heads saw, the distribution parameters and the two parts of the choice."""
@@ -242,7 +244,7 @@ class Collector:
             features, parameters, state = act(obs, self.state)
             choice = distribution.choose(parameters, masks, noise)
         if self.checks_at_once:
-            _raise_on_non_finite(parameters)
+            self._raise_on_non_finite(parameters, obs)
         if masks:
             empty = distribution.empty_rows(masks, choice)
             if self.checks_at_once:
@@ -264,6 +266,22 @@ class Collector:
         self._store_outcome(rollout, step, after, state)
         self.timestep = after
         return features, parameters, *choice
+
+    def _raise_on_non_finite(self, parameters: Tensor, obs: Obs) -> None:
+        """Raise FloatingPointError unless all parameters [..., P] are finite, and name the observation [..., *shape] that may be the cause.
+
+        The sum of the parameters is finite only if each is, unless they are absurdly large.
+        """
+        if math.isfinite(float(parameters.sum())):
+            return
+        for name, value in obs.items():
+            bad = ~torch.isfinite(value.reshape(*parameters.shape[:-1], -1)).all(-1)  # [N] or [T, N]
+            if bool(bad.any()):
+                rows = bad.reshape(-1, self.env.num_envs).any(0).nonzero().flatten().tolist()
+                raise FloatingPointError(
+                    f"{_name_of(self.env)}: the observation {name!r} is not finite (NaN or infinity) in the environments {rows}"
+                )
+        raise FloatingPointError("the output of the policy is not finite; lower the learning rate")
 
     def _to_learner_device(self, timestep: Timestep) -> Timestep:
         """Return a timestep on the learner's device, moved in one transfer if it is elsewhere."""
@@ -340,6 +358,10 @@ class Collector:
         finals = self.finals.values(self.policy)
         if finals is not None:
             positions, values = finals
+            if not math.isfinite(float(values.sum())):
+                raise FloatingPointError(
+                    f"{_name_of(self.env)}: a final observation of a truncated episode is not finite (NaN or infinity)"
+                )
             rollout.next_values.view(-1)[positions] = values
 
     def _count_episodes(self, rollout: Rollout) -> None:
@@ -362,38 +384,42 @@ class Collector:
         self.recent_returns.extend(value for value in finished[0] if not math.isnan(value))
         self.recent_lengths.extend(finished[1])
         self.episodes += len(finished[0])
-        count = int(rollout.bad_rewards.sum())
+        count, self.steps = torch.stack((rollout.bad_rewards.sum(), rollout.valid.sum())).tolist()
         self.bad_rewards += count
         self.has_reward = count == 0 or bool((rollout.valid & ~rollout.bad_rewards).any())
 
-    def state_dict(self) -> dict[str, Any]:
-        assert self.timestep is not None
+    def state_dict(self, *, with_episodes: bool) -> dict[str, Any]:
+        """Return the statistics so far and, `with_episodes`, the state of the unfinished episodes."""
         return {
-            "obs": dict(self.timestep.obs),
-            "masks": dict(self.timestep.masks),
-            "state": self.state,
-            "starts": self.starts,
-            "running_return": self.running_return,
-            "running_length": self.running_length,
             "episodes": self.episodes,
             "bad_rewards": self.bad_rewards,
             "recent_returns": list(self.recent_returns),
             "recent_lengths": list(self.recent_lengths),
+            "episodes_now": self._episodes_now() if with_episodes else None,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.policy.core.check_state(state["state"], self.env.num_envs)
-        for name in ("state", "starts", "running_return", "running_length"):
-            setattr(self, name, state[name].to(self.device))
-        nothing = torch.zeros(self.env.num_envs, device=self.device)
-        obs, masks = ({name: value.to(self.device) for name, value in state[part].items()} for part in ("obs", "masks"))
-        self.timestep = Timestep(obs=obs, masks=masks, reward=nothing, terminated=nothing.bool(), truncated=nothing.bool())
+    def _episodes_now(self) -> dict[str, Any]:
+        assert self.timestep is not None
+        running = {name: getattr(self, name) for name in _OF_EPISODES}
+        return {"obs": dict(self.timestep.obs), "masks": dict(self.timestep.masks), **running}
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Continue from a `state_dict`. Return whether it has the state of unfinished episodes; otherwise new ones must begin."""
         self.episodes, self.bad_rewards = state["episodes"], state["bad_rewards"]
         self.recent_returns = deque(state["recent_returns"], maxlen=RECENT_EPISODES)
         self.recent_lengths = deque(state["recent_lengths"], maxlen=RECENT_EPISODES)
+        now = state["episodes_now"]
+        if now is None:
+            return False
+        self.policy.core.check_state(now["state"], self.env.num_envs)
+        for name in _OF_EPISODES:
+            setattr(self, name, now[name].to(self.device))
+        nothing = torch.zeros(self.env.num_envs, device=self.device)
+        obs, masks = ({name: value.to(self.device) for name, value in now[part].items()} for part in ("obs", "masks"))
+        self.timestep = Timestep(obs=obs, masks=masks, reward=nothing, terminated=nothing.bool(), truncated=nothing.bool())
+        return True
 
 
-def _raise_on_non_finite(parameters: Tensor) -> None:
-    """Raise FloatingPointError unless all parameters are finite. Their sum is finite only if each is, unless they are absurdly large."""
-    if not math.isfinite(float(parameters.sum())):
-        raise FloatingPointError("the output of the policy is not finite; lower the learning rate or check the observations")
+def _name_of(env: VecEnv) -> str:
+    name: str = getattr(env, "name", type(env).__name__)
+    return name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -26,6 +26,13 @@ class NetworkConfig(Config):
     norm_after: bool = False  # layer norm after the core
     forget_bias: float = 1.0  # initial bias of the LSTM's forget gate
     log_std: LogStd = 0.5  # initial log standard deviation of continuous heads, before tanh; large, for exploration
+
+    OTHER_NAMES: ClassVar = {  # of Stable-Baselines3 and sb3-contrib
+        "net_arch": "encoder_sizes, before the memory, and head_sizes, after it",
+        "lstm_hidden_size": "hidden_size",
+        "activation_fn": "activation",
+        "log_std_init": "log_std",
+    }
 
 
 class ThresholdsConfig(Config):
@@ -92,6 +99,20 @@ class PPOConfig(Config):
     max_skips: PositiveInt = 10  # training stops after this many non-finite gradient steps, or updates without a finite reward, in a row
     network: NetworkConfig = NetworkConfig()
     thresholds: ThresholdsConfig = ThresholdsConfig()
+
+    OTHER_NAMES: ClassVar = {  # of Stable-Baselines3 and sb3-contrib
+        "n_steps": "num_steps",
+        "n_epochs": "num_epochs",
+        "batch_size": "num_minibatches, the number of minibatches in one pass over a rollout",
+        "clip_range": "clip_coef",
+        "clip_range_vf": "value_clip_coef",
+        "ent_coef": "entropy_coef",
+        "vf_coef": "value_coef",
+        "normalize_advantage": "normalize_advantages",
+        "policy_kwargs": "network=NetworkConfig(...)",
+        "n_envs": "num_envs of PPO(env, config, num_envs=...)",
+        "total_timesteps": "the argument of PPO.learn",
+    }
 
     def check(self) -> None:
         if self.bptt_length is not None and self.num_steps % self.bptt_length:

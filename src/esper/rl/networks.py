@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -115,6 +115,12 @@ def is_image(shape: tuple[int, ...]) -> bool:
     return len(shape) == 3 and sorted(shape)[1] >= _SMALLEST_IMAGE
 
 
+def module_names(parts: Iterable[str]) -> dict[str, str]:
+    """Return part of an observation -> name in a module of torch, which allows no "." and no names of its own attributes."""
+    taken = {*dir(nn.ModuleDict()), *dir(nn.ParameterDict())}
+    return {name: f"part {index}" if "." in name or name in taken or not name else name for index, name in enumerate(parts)}
+
+
 class ImageEncoder(nn.Module):
     """Three strided convolutions for an image, [C, H, W] or [H, W, C] (the channels are the smaller of the two outer dimensions).
 
@@ -162,14 +168,17 @@ class Encoder(nn.Module):
         super().__init__()
         self.names = tuple(sorted(spec))
         images = {name: ImageEncoder(spec[name].shape, image_encoder) for name in self.names if is_image(spec[name].shape)}
-        self.images = nn.ModuleDict(images)
+        names = module_names(self.names)
+        self.images = nn.ModuleDict({names[name]: encoder for name, encoder in images.items()})
+        self._image_names = {name: names[name] for name in images}
         widths = [images[name].output_size if name in images else math.prod(spec[name].shape) for name in self.names]
         self.layers = mlp([sum(widths), *sizes], activation)
         self.output_size = sizes[-1] if sizes else sum(widths)
 
     def joined(self, obs: Obs) -> Tensor:
         """Return all parts of an observation as one vector [B, width], before the MLP."""
-        parts = [self.images[name](obs[name]) if name in self.images else _flat(obs[name]) for name in self.names]
+        inside = self._image_names
+        parts = [self.images[inside[name]](obs[name]) if name in inside else _flat(obs[name]) for name in self.names]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def forward(self, obs: Obs) -> Tensor:

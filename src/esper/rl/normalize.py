@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from esper.parallel import ALONE, Group
 from esper.rl.gae import discounted_sums
-from esper.rl.networks import is_image
+from esper.rl.networks import is_image, module_names
 from esper.statistics import ExponentialMoments, RunningMoments, Sums, sums_of
 from esper.vecenv import Obs, ObservationSpec, TensorSpec
 
@@ -43,15 +43,16 @@ class ObservationNormalizer(nn.Module):
             for name in self.names
         }
         self.means, self.scales = nn.ParameterDict(), nn.ParameterDict()
-        for name in self.names:
-            self.means[name] = nn.Parameter(torch.zeros(spec[name].shape), requires_grad=False)
-            self.scales[name] = nn.Parameter(torch.ones(spec[name].shape), requires_grad=False)
+        self._inside = module_names(self.names)
+        for name, inside in self._inside.items():
+            self.means[inside] = nn.Parameter(torch.zeros(spec[name].shape), requires_grad=False)
+            self.scales[inside] = nn.Parameter(torch.ones(spec[name].shape), requires_grad=False)
 
     def forward(self, obs: Obs) -> Obs:
         return {name: self._normalize(name, value) if name in self.moments else value for name, value in obs.items()}
 
     def _normalize(self, name: str, value: Tensor) -> Tensor:
-        normalized: Tensor = (value - self.means[name]) * self.scales[name]
+        normalized: Tensor = (value - self.means[self._inside[name]]) * self.scales[self._inside[name]]
         return normalized.clamp_(-CLIP, CLIP)
 
     def update(self, raw: Obs, valid: Tensor | None, group: Group = ALONE) -> None:
@@ -59,8 +60,8 @@ class ObservationNormalizer(nn.Module):
         sums = group.merge([_finite_sums(raw[name], moments.shape, valid) for name, moments in self.moments.items()])
         for (name, moments), seen in zip(self.moments.items(), sums, strict=True):
             moments.absorb(seen)
-            self.means[name].copy_(moments.mean)
-            self.scales[name].copy_(1.0 / moments.std.clamp_min(SMALLEST_SPREAD))
+            self.means[self._inside[name]].copy_(moments.mean)
+            self.scales[self._inside[name]].copy_(1.0 / moments.std.clamp_min(SMALLEST_SPREAD))
 
     def training_state(self) -> dict[str, Any]:
         return {name: moments.state_dict() for name, moments in self.moments.items()}

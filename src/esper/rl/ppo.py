@@ -10,13 +10,15 @@ and `update` can also be called on their own. With several ranks, all of them mu
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 from warnings import warn
 
 import msgspec
@@ -51,6 +53,7 @@ from esper.rng import Streams
 from esper.runs import Event, load_module, plain_names
 from esper.runs.anomalies import resident_bytes
 from esper.runs.telemetry import Internals, Telemetry
+from esper.text_table import did_you_mean
 from esper.vecenv import Actions, ActionSpec, EnvSource, ObservationSpec, Saveable, Spaces, Timestep, VecEnv, make
 from esper.vecenv.builtin import BUILTIN
 from esper.vecenv.spaces import HasSpaces, spaces_of_specs
@@ -71,6 +74,7 @@ def _ignore(event: Event) -> None:
 
 Callback = Callable[["PPO", Update], bool | None]  # called after every update; False ends training
 
+_OTHER_POLICIES = [f"{encoder}{core}Policy" for encoder in ("Mlp", "Cnn", "MultiInput") for core in ("", "Lstm")]  # Stable-Baselines3's
 # Fields that `Outcome` and the event `Update` share.
 _SHARED = tuple(field.name for field in dataclasses.fields(Outcome) if field.name in Update.__struct_fields__)
 
@@ -86,6 +90,7 @@ class PPO:
     - `on_event`: called with every event: updates, skipped steps, anomalies.
     - `learning_rate`: replaces the schedule of the config; a function of the share of training that is left, which falls from 1 to 0.
     - `group`: the ranks that train together; all train the same policy, each in its own environments.
+    - `counts_waiting`: count rows that only wait for their next episode (`Timestep.valid` is false) as steps, too.
     """
 
     def __init__(
@@ -101,12 +106,15 @@ class PPO:
         on_event: Callable[[Event], None] = _ignore,
         learning_rate: Callable[[float], float] | None = None,
         group: Group | None = None,
+        counts_waiting: bool = False,
+        **unknown: Never,
     ) -> None:
+        _check_call(env, config, learning_rate, unknown)
         env = _as_batch(env, num_envs, device)
         self.env, self.config = env, config or PPOConfig()
         self.device = torch.device(device) if device is not None else env.device
         self.on_event = on_event
-        self.group = group or ALONE
+        self.group, self.counts_waiting = group or ALONE, counts_waiting
         config = self.config
         common = Streams(config.seed)
         self.streams = common.spawn(f"rank {self.group.rank}") if self.group.rank else common
@@ -144,6 +152,7 @@ class PPO:
             schedule=learning_rate,
         )
         self.step = 0  # steps of all environments of all ranks so far
+        self._new_steps = 0  # those of the last rollout
         self.seconds = 0.0  # that training has taken so far, with what its caller did between updates
         self.updates = 0
         self.skipped = 0  # gradient steps that were not finite so far
@@ -156,6 +165,7 @@ class PPO:
 
     @property
     def steps_per_update(self) -> int:
+        """Steps of one rollout of all ranks. Fewer count where environments spend some of them on resets."""
         return self.config.num_steps * self.env.num_envs * self.group.world_size
 
     def train(self, total_steps: int, *, seconds: float | None = None) -> Iterator[Update]:
@@ -201,9 +211,14 @@ class PPO:
         by_time = 0.0 if seconds is None else self.group.first(lambda: self.seconds) / seconds
         return min(1.0, max(self.step / total_steps, by_time))
 
-    def learn(self, total_steps: int, callback: Callback | None = None) -> PPO:
-        """Train until `total_steps` steps in all. `callback(ppo, update)` is called after every update; False ends training."""
-        for update in self.train(total_steps):
+    def learn(self, steps: int, callback: Callback | None = None) -> PPO:
+        """Train for `steps` more steps, rounded up to whole updates. `callback(ppo, update)` is called after each; False ends training.
+
+        Schedules run over all steps so far and these: two calls for 1,000 steps each begin the second half at a progress of 0.5.
+        """
+        if steps < 1:
+            raise ValueError(f"steps must be at least 1; got {steps}")
+        for update in self.train(self.step + steps):
             if callback is not None and callback(self, update) is False:
                 break
         return self
@@ -212,9 +227,23 @@ class PPO:
         """Collect one rollout with the current policy. The next call overwrites it."""
         if not self._has_begun:
             self._begin(self.streams.integer(f"environment after {self.step}" if self.step else "environment"))
-        rollout = self.collector.collect(self.streams.torch("actions", self.device))
-        self.step += self.steps_per_update
+        with self._or_new_episodes():
+            rollout = self.collector.collect(self.streams.torch("actions", self.device))
+        self._new_steps = self.steps_per_update if self.counts_waiting else sum(self.group.gather_objects(self.collector.steps))
+        self.step += self._new_steps
         return rollout
+
+    @contextlib.contextmanager
+    def _or_new_episodes(self) -> Iterator[None]:
+        """Begin new episodes in the next rollout if an error or Ctrl-C breaks off this one or its update.
+
+        The environments have moved on then, but returns, memory and normalisers know nothing of the steps that are thrown away.
+        """
+        try:
+            yield
+        except BaseException:
+            self._has_begun = False
+            raise
 
     def _begin(self, seed: int) -> None:
         """Begin new episodes in all environments."""
@@ -224,7 +253,8 @@ class PPO:
 
     def update(self, rollout: Rollout, *, progress: float = 0.0) -> Outcome:
         """Learn from a rollout. `progress`, the share of training that is done, drives the schedules."""
-        outcome = self.learner.update(rollout, progress=progress)
+        with self._or_new_episodes():
+            outcome = self.learner.update(rollout, progress=progress)
         self.updates += 1
         self.skipped += outcome.skipped
         return outcome
@@ -324,7 +354,7 @@ class PPO:
             mean_length=_mean(list(itertools.chain(*lengths))),
             learning_rate=self.learner.learning_rate,
             gradient_steps=outcome.steps_taken,
-            steps_per_second=self.steps_per_update / (collect_seconds + update_seconds + other_seconds),
+            steps_per_second=self._new_steps / (collect_seconds + update_seconds + other_seconds),
             collect_seconds=collect_seconds,
             env_seconds=self.collector.env_seconds,
             update_seconds=update_seconds,
@@ -348,13 +378,13 @@ class PPO:
         """Play whole episodes and return their returns and lengths. Nothing is learned, and no normaliser changes.
 
         `env` is anything that PPO takes; environments made from a name or a function are closed afterwards. Without `env` the training
-        environments are used, which begin new episodes afterwards. An episode that is longer than `max_steps` steps is cut, with a
-        warning.
+        environments are used; if they are used, or given, they begin new episodes afterwards. An episode that is longer than `max_steps`
+        steps is cut, with a warning.
         """
         generator = None if deterministic else self.streams.spawn("evaluation").torch(str(seed), self.device)
-        if env is None:
-            self._has_begun = False
         batch = self.env if env is None else _as_batch(env, None, self.device)
+        if any(one is other for one in _inside(batch) for other in _inside(self.env)):
+            self._has_begun = False
         try:
             result = evaluate(self.policy, batch, episodes=episodes, generator=generator, seed=seed, max_steps=max_steps)
         finally:
@@ -387,9 +417,10 @@ class PPO:
     ) -> PPO:
         """Return the saved learner, ready to continue in an environment like the one it was saved with. Without `env` it can only predict.
 
-        Episodes continue where they were if the environment can be saved and `num_envs` is the same; otherwise new ones begin. `config`
-        replaces the saved one, for example to change the learning rate. `options` are further arguments of PPO; custom parts must be given
-        again.
+        Episodes continue where they were if the environment can be saved (`esper.vecenv.Saveable`) and `num_envs` is the same, and training
+        then goes on bit for bit, on the CPU with the same number of threads. Otherwise new episodes begin: that is so for most environments
+        of Gymnasium. Dropout draws from torch's global generator, which is not saved. `config` replaces the saved one, for example for
+        another learning rate. `options` are further arguments of PPO; custom parts must be given again.
         """
         state = load_learner(path)
         specs = (
@@ -418,7 +449,7 @@ class PPO:
         """
         learner = self.learner.state_dict()
         own = {
-            "collector": self.collector.state_dict() if self._has_begun else None,
+            "collector": self.collector.state_dict(with_episodes=self._has_begun),
             "environment": self.env.state_dict() if self._has_begun and isinstance(self.env, Saveable) else None,
             "streams": self.streams.state_dict(),
         }
@@ -450,16 +481,35 @@ class PPO:
         self.seconds = counters["seconds"]
         self.monitor.load_state_dict(state["monitor"])
         self.telemetry.load_state_dict(state["monitor"])
-        self._has_begun = state["collector"] is not None
+        self._has_begun = self.collector.load_state_dict(state["collector"])
+        self._reported_bad_rewards = sum(self.group.gather_objects(self.collector.bad_rewards))
         if not self._has_begun:
             return
-        self.collector.load_state_dict(state["collector"])
-        self._reported_bad_rewards = sum(self.group.gather_objects(self.collector.bad_rewards))
         if isinstance(self.env, Saveable) and state["environment"] is not None:
             self.env.load_state_dict(state["environment"])
         else:
             self._begin(self.streams.integer(f"environment after {self.step}"))
             self.on_event(EpisodesRestarted(step=self.step))
+
+
+def _check_call(env: Any, config: Any, learning_rate: Any, unknown: dict[str, Any]) -> None:
+    """Raise TypeError for calls in the form of Stable-Baselines3, and say what to write instead."""
+    if isinstance(env, str) and env in _OTHER_POLICIES:
+        network = "" if "Lstm" in env else ', PPOConfig(network=NetworkConfig(core="none"))'
+        raise TypeError(
+            f"PPO takes the environment first, and the config describes the networks: instead of {env!r}, write PPO(env{network})"
+        )
+    for name, value in unknown.items():
+        if name in PPOConfig.__struct_fields__ or name in PPOConfig.OTHER_NAMES:
+            written = PPOConfig.OTHER_NAMES.get(name, name)
+            raise TypeError(f"{name}={value!r} is a setting of the learner: write PPO(env, PPOConfig(...)), where it is {written}")
+        raise TypeError(f"PPO takes no {name!r}; {did_you_mean(name, _KEYWORDS, otherwise='it takes ' + ', '.join(_KEYWORDS))}")
+    if config is not None and not isinstance(config, PPOConfig):
+        raise TypeError(f"config must be a PPOConfig; got {config!r}")
+    if learning_rate is not None and not callable(learning_rate):
+        raise TypeError(
+            f"learning_rate takes a function of the share of training that is left; write PPOConfig(learning_rate={learning_rate!r})"
+        )
 
 
 def _as_batch(env: VecEnv | EnvSource, num_envs: int | None, device: torch.device | str | None) -> VecEnv:
@@ -469,6 +519,15 @@ def _as_batch(env: VecEnv | EnvSource, num_envs: int | None, device: torch.devic
     on_device = device is not None and isinstance(env, str) and env in BUILTIN  # all others run on the CPU
     default = 1 if hasattr(env, "step") and not isinstance(env, type) else DEFAULT_NUM_ENVS
     return make(env, default if num_envs is None else num_envs, device=device if on_device and device is not None else "cpu")
+
+
+def _inside(env: Any) -> list[Any]:
+    """Return a batch and the environments that it wraps, down to those of the user."""
+    vector_env = getattr(getattr(env, "vector_env", env), "unwrapped", None)
+    return [env, vector_env or env, *(single.unwrapped for single in getattr(vector_env, "envs", ()))]
+
+
+_KEYWORDS = list(inspect.signature(PPO.__init__).parameters)[1:-1]
 
 
 class _NoEnvironment:
@@ -494,7 +553,8 @@ def _without_episodes(state: dict[str, Any], num_envs: int) -> dict[str, Any]:
     learner, rewards = state["learner"], state["learner"]["reward_normalizer"]
     if rewards is not None:
         learner = {**learner, "reward_normalizer": {**rewards, "running": torch.zeros(num_envs)}}
-    return {**state, "learner": learner, "collector": None, "environment": None, "other_ranks": []}
+    collector = {**state["collector"], "episodes_now": None}
+    return {**state, "learner": learner, "collector": collector, "environment": None, "other_ranks": []}
 
 
 def _state_of_rank(state: dict[str, Any], group: Group) -> dict[str, Any]:

@@ -5,7 +5,8 @@
     policy = load_policy("runs/first")
 
 A checkpoint holds the whole learner and the length of the event log; resuming cuts the events after it. So a run that was killed and
-resumed equals one that was not, bit for bit on the CPU with the same number of threads. A resumed run also makes up for everything that the
+resumed equals one that was not, bit for bit on the CPU with the same number of threads, if its environment can be saved; others begin new
+episodes. A resumed run also makes up for everything that the
 killed one had not finished: the files that are written after a checkpoint, its evaluation, and the evaluation at the end.
 
 On several ranks all of them call these functions with the same arguments and a `group`. Only rank 0 touches the folder; it writes the
