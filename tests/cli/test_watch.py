@@ -48,13 +48,13 @@ def growth_events() -> list[dict[str, Any]]:
     """A run with a kept seed, a seed that a rollback took, a probe, and the use of the machine."""
     view = {"alpha": 0.5, "age": 4, "health": 1.0, "gain": 0.05, "gain_low": 0.03, "gain_high": 0.07, "parameters": 300, "rent": 0.01}
     slots = [
-        {"slot": "conv1", "stage": "BLENDING", "blueprint": "mlp", **view},
-        {"slot": LONG, "stage": "DORMANT", "blueprint": None, **view},
+        {"slot": "conv1", "number": 1, "stage": "BLENDING", "blueprint": "mlp", **view},
+        {"slot": LONG, "number": None, "stage": "DORMANT", "blueprint": None, **view},
     ]
     size = {"parameters": 1_300, "flops": 9_000, "learning_rate": 0.1}
     started = {"epochs": 6, "controller": "heuristic", "raise_mode": "joint", "slots": ["conv1", LONG], "parameters": 1_000, "flops": 8_000}
-    entered = {"kind": "stage_entered", "slot": "conv1", "blueprint": "mlp"}
-    lost = {"kind": "rolled_back", "epoch": 3, "to_epoch": 1, "embargoed": [LONG], "steps_lost": 37, "seconds_lost": 2.5}
+    entered = {"kind": "stage_entered", "slot": "conv1", "number": 1, "blueprint": "mlp"}
+    lost = {"kind": "rolled_back", "epoch": 3, "to_epoch": 1, "embargoed": [LONG], "gone": [2], "steps_lost": 37, "seconds_lost": 2.5}
     used = {"samples_per_second": 250.0, "step_seconds": 0.004, "resources": {"memory_bytes": 300 * 2**20}}
     told = {"slots": slots, **size, **used}
     return [
@@ -63,8 +63,8 @@ def growth_events() -> list[dict[str, Any]]:
         {"kind": "passed_over", "epoch": 1, "reasons": {"conv1": {"norm": "mlp promises more"}}},
         {**entered, "epoch": 1, "stage": "GERMINATED", "reason": "promising"},
         {**entered, "epoch": 2, "stage": "BLENDING", "reason": "it has learned"},
-        {**entered, "epoch": 1, "stage": "GERMINATED", "reason": "promising too", "slot": LONG, "blueprint": "norm"},
-        {"kind": "measured", "epoch": 2, "slot": "conv1", "gain": 0.05, "gain_low": 0.03, "gain_high": 0.07, "rent": 0.01},
+        {**entered, "epoch": 1, "stage": "GERMINATED", "reason": "promising too", "slot": LONG, "number": 2, "blueprint": "norm"},
+        {"kind": "measured", "epoch": 2, "slot": "conv1", "number": 1, "gain": 0.05, "gain_low": 0.03, "gain_high": 0.07, "rent": 0.01},
         {**lost, "reason": "the loss is nan"},
         *(
             {"kind": "epoch_ended", "epoch": n, "step": n, "train_loss": 1 / n, "val_loss": 1.5 / n, "decision": "waits", **told}
@@ -78,7 +78,8 @@ def make_all(root: Path) -> None:
     grown = make_run(root / "grown", "growth", growth_events())
     write_analysis(grown, some_analysis())
     label(grown, add=["baseline"], note="the first one")
-    entered = {"kind": "stage_entered", "time": 15.0, "env": 0, "epoch": 1, "slot": "conv1", "blueprint": "mlp", "stage": "GERMINATED"}
+    entered = {"kind": "stage_entered", "time": 15.0, "env": 0, "epoch": 1, "slot": "conv1", "number": 1, "blueprint": "mlp"}
+    entered["stage"] = "GERMINATED"
     hosts = [host_ended(number, env, rent="low", seed=env, utility=0.1 * env) for number in (1, 2) for env in (0, 1)]
     calibration = {"kind": "calibration", "step": 100, **CALIBRATION}
     events = [*updates(3), round_ended(100, "digits", 0.3), {**entered, "reason": "the policy chose it"}, *hosts, calibration]

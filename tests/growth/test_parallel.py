@@ -195,7 +195,7 @@ def test_both_ranks_have_the_same_host_seeds_and_ledger_bit_for_bit(name: str, r
 def test_two_ranks_equal_one_process_with_the_batches_of_both(name: str, results: list[dict[str, Any]]) -> None:
     lifecycle, norm, lives = CASES[name]
     alone = train(make_host(dtype=torch.float64, dropout=0.0, norm=norm), whole_data(), lifecycle, lives)
-    assert len(alone["ledger"]["entries"]) == 3
+    assert len(alone["ledger"]["seeds"]) == 3
     for rank in results:
         assert_close(rank[name], alone, atol=1e-9)
 
@@ -204,7 +204,7 @@ def test_ranks_that_evaluate_parts_of_every_batch_equal_one_process_that_evaluat
     """Parts of 8 and 4 samples, which weigh as many."""
     lifecycle, norm, _ = CASES["joint"]
     alone = train(make_host(dtype=torch.float64, dropout=0.0, norm=norm), whole_data(), lifecycle)
-    assert [entry["gain"] for entry in alone["ledger"]["entries"]].count(None) < 3
+    assert [seed["contributions"] for seed in alone["ledger"]["seeds"]].count([]) < 3
     for rank in results:
         assert_close(rank["shards"], alone, atol=1e-9)
 

@@ -147,7 +147,17 @@ def test_the_report_of_a_controller_run_shows_fleets_decisions_and_blueprints(tm
 
 def test_a_host_of_a_controllers_training_opens_to_the_stages_of_its_seeds(tmp_path: Path) -> None:
     entered = [
-        {"kind": "stage_entered", "time": 5.0, "env": 0, "epoch": epoch, "slot": "conv1", "blueprint": NASTY, "stage": stage, "reason": why}
+        {
+            "kind": "stage_entered",
+            "time": 5.0,
+            "env": 0,
+            "epoch": epoch,
+            "slot": "conv1",
+            "number": 1,
+            "blueprint": NASTY,
+            "stage": stage,
+            "reason": why,
+        }
         for epoch, stage, why in ((1, "GERMINATED", "the policy chose it"), (3, "FOSSILIZED", f"it pays {NASTY}"))
     ]
     events = [round_ended(100, "digits", 0.3), *entered, host_ended(1, 0, rent="low", seed=7, utility=0.2)]
