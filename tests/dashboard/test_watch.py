@@ -87,18 +87,18 @@ def test_a_port_that_is_taken_is_refused_with_what_to_do(replay: Path) -> None:
 # Replays that are not there
 
 
-def test_a_broken_link_does_not_hide_the_other_replays(replay: Path) -> None:
-    lost = replay.with_name("lost.safetensors")
-    lost.symlink_to("nowhere.safetensors")
+def test_a_broken_replay_does_not_hide_the_others_and_a_link_is_not_one(replay: Path) -> None:
+    lost, link = replay.with_name("lost.safetensors"), replay.with_name("link.safetensors")
+    lost.write_bytes(b"broken")
+    link.symlink_to("nowhere.safetensors")
     assert set(list_replays(replay.parent.parent)) == {lost, replay}
-    with pytest.raises(ReplayError, match=r"lost\.safetensors is a link to nowhere\.safetensors, which does not exist"):
-        read_replay(lost)
+    with pytest.raises(ReplayError, match=r"link\.safetensors is a link to nowhere\.safetensors, which does not exist"):
+        read_replay(link)
 
 
 def test_a_run_whose_replays_are_all_broken_is_refused_with_the_reason(replay: Path) -> None:
-    replay.unlink()
-    replay.symlink_to("nowhere.safetensors")
-    with pytest.raises(ReplayError, match=r"one\.safetensors is a link to nowhere\.safetensors, which does not exist"):
+    replay.write_bytes(b"broken")
+    with pytest.raises(ReplayError, match=r"one\.safetensors cannot be read as a safetensors file"):
         serve(replay.parent.parent, show=False)
 
 
@@ -116,13 +116,13 @@ SOCKET = "/_nicegui_ws/socket.io/?EIO=4&transport="
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The port of a server that plays the replays of a run: the newest is a broken link, and one has a name that is not UTF-8."""
+    """The port of a server that plays the replays of a run: the newest is broken, and one has a name that is not UTF-8."""
     pytest.importorskip("nicegui")
     run = tmp_path_factory.mktemp("run")
     path = write_replay(run / "replays" / "one.safetensors", *staged_battle(team_size=2, size=16, frames=12))
     os.rename(path, os.fsencode(run / "replays") + b"/odd-\xff.safetensors")
     write_replay(path, *staged_battle(team_size=2, size=16, frames=12))
-    (run / "replays" / "lost.safetensors").symlink_to("nowhere.safetensors")
+    (run / "replays" / "lost.safetensors").write_bytes(b"broken")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     with subprocess.Popen([sys.executable, "-c", SERVE, str(run)], stdout=subprocess.PIPE, text=True, env=environment) as server:
         assert server.stdout is not None
@@ -182,13 +182,13 @@ def test_a_foreign_host_name_that_resolves_here_is_refused(port: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_page_lists_replays_beside_a_broken_link_and_names_it(port: int) -> None:
+def test_the_page_lists_replays_beside_a_broken_one_and_names_it(port: int) -> None:
     assert ask(port, "/")[0] == 200
     rows = {row["name"]: row for row in json.loads(ask(port, "/replays")[1])}
     assert (rows["one"]["url"], rows["one"]["problem"]) == ("/replays/one.safetensors", None)
-    assert "lost.safetensors is a link to nowhere.safetensors" in rows["lost"]["problem"]
+    assert "lost.safetensors cannot be read as a safetensors file" in rows["lost"]["problem"]
     status, text = ask(port, "/replays/lost.safetensors")
-    assert (status, "which does not exist" in text) == (404, True)
+    assert (status, "cannot be read as a safetensors file" in text) == (404, True)
     assert ask(port, "/replays/never.safetensors")[0] == 404
 
 

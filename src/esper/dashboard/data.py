@@ -157,7 +157,6 @@ class Watcher:
                 "series": run.index.names(),
                 "computed": [],
                 "generation": run.index.generation,
-                "skipped": run.index.skipped,
                 "unread": run.problem,
                 "missing": missing_telemetry(run),
                 "problems": problems(run.index),
@@ -182,6 +181,7 @@ class Watcher:
                 page["replays"] = replay_rows(replays_of(run.folder), f"/replays/{name}")
                 page["opponents"] = [row._asdict() for row in opponent_rows(run.index)]
                 page["league"] = [without_stamp(event) for event in run.index.events("league_changed")][-50:]
+            page["skipped"] = run.index.skipped  # lines that do not fit are counted when they are asked for
         cleaned: dict[str, Any] = _clean(page)
         return cleaned
 

@@ -169,3 +169,49 @@ class LearnerMonitor(Monitor):
         for place, used in memory.items():
             seen.append(self.detector(MemoryGrowth, place, limit=limits.memory_growth * MIB).see(used, step=step))
         return [anomaly for anomaly in seen if anomaly is not None]
+
+
+# Events of a run and its evaluations, which every trainer of the learner emits
+
+
+class RunStarted(Event, tag="run_started"):
+    """Training begins, or is resumed, at `step`."""
+
+    step: int
+    total_steps: int
+    steps_per_update: int
+    env_id: str
+    num_envs: int
+    device: str
+    parameters: int
+    seconds: float | None = None  # of training, after which it ends if they are over before the steps
+    seconds_taken: float = 0.0  # of training before this session
+
+
+class RunEnded(Event, tag="run_ended"):
+    """The process has ended the training, or stopped it for now. A run that was killed has no such event."""
+
+    step: int
+    status: str  # "finished" or "stopped"
+    seconds: float  # of the training, over all sessions
+
+
+class CheckpointEvaluated(Event, tag="checkpoint_evaluated"):
+    """The policy of a checkpoint played the episodes that choose the best checkpoint."""
+
+    step: int
+    episodes: int
+    mean_return: float
+    mean_length: float
+    cut: int = 0  # episodes that had not ended at the step limit
+    steps: int = 0  # calls of `env.step`, each of which steps all environments
+
+
+class Evaluated(Event, tag="evaluated"):
+    """The best policy played episodes that did not choose it."""
+
+    step: int  # of the checkpoint that was played
+    episodes: int
+    mean_return: float
+    mean_length: float
+    cut: int = 0  # episodes that had not ended at the step limit

@@ -15,6 +15,12 @@ from torch import nn
 from esper.devices import determinism, find_device, threads
 from esper.parallel import ALONE, Group
 from esper.rl.evaluate import PolicyEvaluation, evaluate
+from esper.rl.events import (
+    CheckpointEvaluated as CheckpointEvaluated,
+    Evaluated as Evaluated,
+    RunEnded as RunEnded,
+    RunStarted as RunStarted,
+)
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO
 from esper.rl.run_config import TrainConfig
@@ -110,46 +116,3 @@ class EpisodeEvaluator:
 def count_parameters(policy: nn.Module) -> int:
     """Count the weights that are trained; the statistics of normalisers are not."""
     return sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
-
-
-class RunStarted(Event, tag="run_started"):
-    """Training begins, or is resumed, at `step`."""
-
-    step: int
-    total_steps: int
-    steps_per_update: int
-    env_id: str
-    num_envs: int
-    device: str
-    parameters: int
-    seconds: float | None = None  # of training, after which it ends if they are over before the steps
-    seconds_taken: float = 0.0  # of training before this session
-
-
-class RunEnded(Event, tag="run_ended"):
-    """The process has ended the training, or stopped it for now. A run that was killed has no such event."""
-
-    step: int
-    status: str  # "finished" or "stopped"
-    seconds: float  # of the training, over all sessions
-
-
-class CheckpointEvaluated(Event, tag="checkpoint_evaluated"):
-    """The policy of a checkpoint played the episodes that choose the best checkpoint."""
-
-    step: int
-    episodes: int
-    mean_return: float
-    mean_length: float
-    cut: int = 0  # episodes that had not ended at the step limit
-    steps: int = 0  # calls of `env.step`, each of which steps all environments
-
-
-class Evaluated(Event, tag="evaluated"):
-    """The best policy played episodes that did not choose it."""
-
-    step: int  # of the checkpoint that was played
-    episodes: int
-    mean_return: float
-    mean_length: float
-    cut: int = 0  # episodes that had not ended at the step limit

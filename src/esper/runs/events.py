@@ -7,11 +7,13 @@ the string "nan", "inf" or "-inf". It is read back as a float unless the type of
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, dataclass_transform
+from typing import Annotated, Any, BinaryIO, dataclass_transform
 
 import msgspec
 
@@ -19,6 +21,7 @@ from esper.files import FileError, open_in_run, printable
 
 SCHEMA = 1  # version of the lines; files with a higher one are refused
 MAX_LINE_BYTES = 64 * 1024
+MAX_TIME = 1e11  # unix seconds; a thousand years from now
 WHERE = ("env", "step", "epoch", "number")  # fields that say where an event happened, and to which seed; they are not plotted
 STAMP = ("kind", "time", "run", "rank")  # keys of a line besides the fields of the event
 
@@ -66,6 +69,38 @@ class Event(msgspec.Struct, metaclass=EventMeta, frozen=True, kw_only=True, tag_
 
 def kind_of(event_type: type[Event]) -> str:
     return str(event_type.__struct_config__.tag)
+
+
+# Modules with the events of esper. They import no torch. Listed by name, because packages above this one define them.
+_MODULES = (
+    *("esper.growth.events", "esper.rl.events", "esper.controller.events", "esper.league.events"),
+    *("esper.runs.anomalies", "esper.runs.telemetry"),
+)
+
+
+@functools.cache
+def _import_all() -> None:
+    for name in _MODULES:
+        importlib.import_module(name)
+
+
+def fields_of(line: bytes) -> dict[str, Any] | None:
+    """Return a line as a table whose fields have the types of its kind, and their defaults where they are missing.
+
+    Return None if the line does not fit its kind. A kind that is not one of esper has whatever fields the line has.
+    """
+    _import_all()
+    try:
+        stamp = decode_stamp(line)
+        event_type = event_type_of(stamp.kind)
+        if event_type is None:
+            unknown: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
+            return unknown
+        record = decode(line, stamp, event_type)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    where: dict[str, Any] = {"kind": stamp.kind, "time": record.time, "run": record.run, "rank": record.rank, "step": record.step}
+    return {**where, **msgspec.to_builtins(record.event)}
 
 
 def event_type_of(kind: str) -> type[Event] | None:
@@ -183,9 +218,9 @@ class Stamp(msgspec.Struct):
     """The part of a line that does not depend on its kind."""
 
     kind: str
-    time: float
+    time: Annotated[float, msgspec.Meta(ge=0, le=MAX_TIME)]
     run: str
-    rank: int
+    rank: Annotated[int, msgspec.Meta(ge=0)]
     step: Any = None  # a user's event may have a field of this name that is not a number
 
 
@@ -268,7 +303,7 @@ def read(path: Path | str, *, start: int = 0, on_skip: Callable[[str], None] | N
     """Yield the records of a log in order, header first. An unfinished last line is ignored, because the run may still be writing.
 
     `start` is an offset at which a line begins; records between the header and it are left out. Events of a kind that no imported package
-    defines are skipped; `on_skip` is called with each such kind.
+    defines are skipped, and so are lines that do not fit their kind; `on_skip` is called with the kind of each.
     """
     with _opened(path) as file:
         header = file.readline(MAX_LINE_BYTES)
@@ -281,12 +316,13 @@ def read(path: Path | str, *, start: int = 0, on_skip: Callable[[str], None] | N
                 if len(line) < MAX_LINE_BYTES:
                     return
                 raise EventError(f"line {number} of {path} is broken: it has more than {MAX_LINE_BYTES:,} bytes; no line after it was read")
+            kind, record = "", None
             try:
-                stamp = decode_stamp(line)
-                event_type = event_type_of(stamp.kind)
+                kind = (stamp := decode_stamp(line)).kind
+                event_type = event_type_of(kind)
                 record = None if event_type is None else decode(line, stamp, event_type)
-            except msgspec.ValidationError as error:
-                raise EventError(f"line {number} of {path} does not fit its kind: {error}") from error
+            except msgspec.ValidationError:
+                pass  # it was changed, or written by another version
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 # A power cut may leave garbage as the last line, even with a newline at its end.
                 if not file.read(1):
@@ -295,7 +331,7 @@ def read(path: Path | str, *, start: int = 0, on_skip: Callable[[str], None] | N
             if record is not None:
                 yield record
             elif on_skip is not None:
-                on_skip(stamp.kind)
+                on_skip(kind)
 
 
 def _opened(path: Path | str) -> BinaryIO:
@@ -306,7 +342,7 @@ def _opened(path: Path | str) -> BinaryIO:
 
 
 class Reader:
-    """An event log to iterate over. `skipped` counts, by kind, the unknown events that the latest iteration skipped."""
+    """An event log to iterate over. `skipped` counts, by kind, the events that the latest iteration skipped."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)

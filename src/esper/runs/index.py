@@ -31,7 +31,7 @@ import numpy as np
 
 from esper.files import FileError, open_in_run, write_file
 from esper.jit import no_garbage_collection
-from esper.runs.events import MAX_LINE_BYTES, EventError, battle_numbers
+from esper.runs.events import MAX_LINE_BYTES, MAX_TIME, EventError, battle_numbers, fields_of
 
 CHUNK = 4 * 2**20  # bytes read at a time
 ROWS = 2**16  # in a block
@@ -39,6 +39,7 @@ BULK = 32  # lines of one kind in a row that are worth a reader
 NEWLINE = 10
 _KIND = re.compile(rb'\{"kind":"(\w+)"')
 CACHED_FROM = 4 * 2**20  # bytes of a file whose index is worth keeping
+CHECKED = 10_000  # events of a kind that are all checked
 MARK = 4096  # bytes before the end of the indexed part, by which it is recognised
 _FORMAT = 2  # of a kept index
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # as `events.encode` writes them
@@ -94,7 +95,8 @@ class _Group:
 class EventIndex:
     """The events of one log, read as far as it has been written. Nothing in the run's folder is changed.
 
-    `skipped` counts lines that could not be read. `cache` is the folder for kept indices; None keeps none.
+    `skipped` counts lines that could not be read, or were asked for by `events` and do not fit their kind. `cache` is the folder for kept
+    indices; None keeps none.
     """
 
     def __init__(self, path: Path | str, *, cache: Path | None = None) -> None:
@@ -107,7 +109,8 @@ class EventIndex:
 
     def _forget(self) -> None:
         self.offset = 0  # bytes indexed so far, all of them whole lines
-        self.skipped = 0
+        self._unreadable = 0  # lines
+        self._misfits: set[int] = set()  # offsets of lines that do not fit their kind, as far as they were asked for
         self.last_time: float | None = None  # of the newest event
         self._writer: threading.Thread | None = None  # writes the index into the cache folder
         self._mark = b""
@@ -116,6 +119,17 @@ class EventIndex:
         self._readers: dict[bytes, _Reader | None] = {}  # by kind; None if its events cannot be read together
         # Kind -> fields of the event that its reader was made for, and the names of the numbers inside them.
         self._shapes: dict[str, tuple[tuple[str, ...], set[tuple[str, str]]]] = {}
+
+    @property
+    def skipped(self) -> int:
+        return self._unreadable + len(self._misfits)
+
+    def count_skipped(self) -> int:
+        """Return `skipped` after a look at all lines, but those of kinds with very many events, which only have numbers."""
+        for kind, offsets in self._lines.items():
+            if len(offsets) <= CHECKED:
+                self.events(kind)
+        return self.skipped
 
     def refresh(self, on_progress: Callable[[float], None] = lambda share: None) -> int:
         """Read the lines that were appended since the last call. Return their number; -1 if everything was read anew.
@@ -167,7 +181,7 @@ class EventIndex:
         """Index whole lines. Return how many events they hold."""
         ends = (np.flatnonzero(np.frombuffer(lines, np.uint8) == NEWLINE) + 1).tolist()
         starts = [0, *ends[:-1]]
-        before = self.skipped
+        before = self._unreadable
         # Take the events of each kind together. Often there is only one.
         first = _KIND.match(lines)
         if first is not None and lines.count(b"\n" + first[0]) == len(starts) - 1:
@@ -182,7 +196,7 @@ class EventIndex:
             for kind, (own_starts, own_ends) in by_kind.items():
                 self._take_alike(kind, lines, own_starts, own_ends)
         self.offset += len(lines)
-        return len(starts) - (self.skipped - before)
+        return len(starts) - (self._unreadable - before)
 
     def _take_alike(self, kind: bytes, lines: bytes, starts: list[int], ends: list[int]) -> None:
         """Index lines of one kind: all at once if they have the same fields, else in smaller and smaller parts."""
@@ -212,9 +226,11 @@ class EventIndex:
             event = self._decoder.decode(line)
             kind, at = str(event["kind"]), float(event["time"])
             rank, env, step = event.get("rank"), event.get("env"), event.get("step")
+            if not (0 <= at <= MAX_TIME and isinstance(rank or 0, int) and isinstance(env or 0, int)):
+                raise ValueError("no line of a log")
             numbers = dict(_numbers(SHOWN[kind](event) if kind in SHOWN else event))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, IndexError, TypeError, ValueError, AttributeError):
-            self.skipped += 1
+            self._unreadable += 1
             return
         self._lines.setdefault(kind, array("q")).append(offset)
         place = (f"rank{rank}/" if rank else "") + ("" if env is None else f"env{env}/") + kind
@@ -258,6 +274,7 @@ class EventIndex:
     def events(self, kind: str, *, start: int = 0) -> list[dict[str, Any]]:
         """Return the events of one kind from number `start` on, with all of their fields. Reads their lines from the file.
 
+        Fields have the types of the kind; lines that do not fit it are left out and counted as `skipped`.
         There are none any more if the file was removed, or cut by a resume since the last `refresh`.
         """
         return self._at(self._lines.get(kind, array("q"))[start:])
@@ -275,8 +292,12 @@ class EventIndex:
             with open_in_run(self.path) as file:
                 for offset in offsets:
                     file.seek(offset)
-                    found.append(self._decoder.decode(file.readline(MAX_LINE_BYTES)))
-        except (OSError, FileError, msgspec.DecodeError, UnicodeDecodeError):
+                    event = fields_of(file.readline(MAX_LINE_BYTES))
+                    if event is None or event["kind"] != kind:
+                        self._misfits.add(offset)
+                    else:
+                        found.append(event)
+        except (OSError, FileError):
             return []
         return found
 
@@ -293,7 +314,7 @@ class EventIndex:
             for names, rows in group.blocks:
                 blocks.append([place, names, len(rows)])
                 arrays.append(rows)
-        header: dict[str, Any] = {"format": _FORMAT, "offset": self.offset, "skipped": self.skipped, "last_time": self.last_time}
+        header: dict[str, Any] = {"format": _FORMAT, "offset": self.offset, "skipped": self._unreadable, "last_time": self.last_time}
         header |= {"mark": hashlib.blake2b(self._mark).hexdigest(), "blocks": blocks}
         header |= {"lines": [[kind, len(offsets)] for kind, offsets in self._lines.items()]}
         # These arrays never change: later events go into new ones.
@@ -339,7 +360,7 @@ class EventIndex:
         for place, names, count in header["blocks"]:
             rows = take(count * (2 + len(names)), np.float64).reshape(count, 2 + len(names))
             self._groups.setdefault(place, _Group()).blocks.append((tuple(names), rows))
-        self.skipped, self.last_time = header["skipped"], header["last_time"]
+        self._unreadable, self.last_time = header["skipped"], header["last_time"]
 
 
 def _write_index(path: Path, header: bytes, arrays: list[np.ndarray]) -> None:

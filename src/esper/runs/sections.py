@@ -241,5 +241,5 @@ def remarks_on(run: Run) -> Iterator[str]:
         yield note(
             "Its process gave no sign of life any more: it was killed, or hangs. Give its command the option --resume to continue it."
         )
-    if run.index.skipped:
-        yield note(f"{run.index.skipped:,} damaged lines of its log are left out, as after a full disk or a crash.")
+    if skipped := run.index.count_skipped():
+        yield note(f"{skipped:,} damaged lines of its log are left out, as after a full disk or a crash.")
