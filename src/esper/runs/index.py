@@ -39,6 +39,7 @@ BULK = 32  # lines of one kind in a row that are worth a reader
 NEWLINE = 10
 _KIND = re.compile(rb'\{"kind":"(\w+)"')
 CACHED_FROM = 4 * 2**20  # bytes of a file whose index is worth keeping
+MAX_STEP = 2**53
 CHECKED = 10_000  # events of a kind that are all checked
 MARK = 4096  # bytes before the end of the indexed part, by which it is recognised
 _FORMAT = 2  # of a kept index
@@ -88,7 +89,7 @@ class _Group:
             parts = [rows[:, (0, 1, 2 + names.index(name))] for names, rows in self.blocks if name in names]
             table = np.concatenate(parts) if parts else np.empty((0, 3))
             table = table[~np.isnan(table[:, 2])]
-            self._computed[name] = Series(np.nan_to_num(table[:, 0], nan=-1).astype(np.int64), table[:, 1], table[:, 2])
+            self._computed[name] = Series(_as_steps(table[:, 0]), table[:, 1], table[:, 2])
         return self._computed[name]
 
 
@@ -277,14 +278,14 @@ class EventIndex:
         Fields have the types of the kind; lines that do not fit it are left out and counted as `skipped`.
         There are none any more if the file was removed, or cut by a resume since the last `refresh`.
         """
-        return self._at(self._lines.get(kind, array("q"))[start:])
+        return self._at(self._lines.get(kind, array("q"))[start:], {kind})
 
     def in_order(self, kinds: Collection[str]) -> list[dict[str, Any]]:
         """Return the events of several kinds as `events` does, in the order in which they were written."""
-        return self._at(sorted(offset for kind in kinds for offset in self._lines.get(kind, ())))
+        return self._at(sorted(offset for kind in kinds for offset in self._lines.get(kind, ())), kinds)
 
-    def _at(self, offsets: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the events of the lines that begin at these offsets."""
+    def _at(self, offsets: Sequence[int], kinds: Collection[str]) -> list[dict[str, Any]]:
+        """Return the events of the lines that begin at these offsets, if they fit and are of one of these kinds."""
         if not offsets:
             return []
         found = []
@@ -293,7 +294,7 @@ class EventIndex:
                 for offset in offsets:
                     file.seek(offset)
                     event = fields_of(file.readline(MAX_LINE_BYTES))
-                    if event is None or event["kind"] != kind:
+                    if event is None or event["kind"] not in kinds:
                         self._misfits.add(offset)
                     else:
                         found.append(event)
@@ -508,6 +509,11 @@ def _inside(name: str, value: Any) -> Iterator[tuple[str, float]]:
             if own is not None:
                 numbers = {key: item for key, item in record.items() if not isinstance(item, str) and key not in _STAMP}
                 yield from _inside(f"{name}/{own}", numbers)
+
+
+def _as_steps(column: np.ndarray) -> np.ndarray:
+    """Return the steps of events as integers; -1 where an event has none, or one that no run can reach."""
+    return np.where(np.abs(column) < MAX_STEP, column, -1).astype(np.int64)  # comparisons with NaN are false
 
 
 def _as_array(rows: list[tuple[Any, ...]]) -> np.ndarray:

@@ -130,12 +130,18 @@ def _tiles(run: Run, summary: Summary) -> list[tuple[str, str]]:
 
 
 def _circumstances(run: Run) -> str:
-    started, header = run.index.events("run_started")[-1], run.index.events("header")[:1]
+    header = run.index.events("header")[:1]
     parts = [
-        str(started.get("env_id", "")),
-        f"{started['num_envs']:,} environments",
-        f"{started['parameters']:,} parameters",
-        f"on {started['device']}",
+        *(
+            part
+            for started in run.index.events("run_started")[-1:]
+            for part in (
+                started["env_id"],
+                f"{started['num_envs']:,} environments",
+                f"{started['parameters']:,} parameters",
+                f"on {started['device']}",
+            )
+        ),
         f"esper {header[0]['esper']}" if header else "",
         f"{run.index.kinds.get('resumed', 0)} times resumed" if run.index.kinds.get("resumed") else "",
     ]
