@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from esper.growth import Grower, Planned, add_slots, grow
-from esper.growth.lifecycle.history import History
 from esper.growth.lifecycle.stages import Advance, Fossilize, Germinate, Prune
 from esper.tasks import ConvHost
 from tests.conftest import sync_debug_mode
@@ -145,7 +143,7 @@ def test_a_seed_whose_gradient_overflows_on_the_gpu_keeps_its_weights_and_moment
     learner = grower.lifecycles.slots["first"].learner
 
     def state() -> list[Tensor]:
-        moments = [value for one in learner.parameters for key, value in learner.optimizer.state.get(one, {}).items() if key != "step"]
+        moments = [value for one in learner.parameters for key, value in learner.optimizers[0].state.get(one, {}).items() if key != "step"]
         return copy.deepcopy([*learner.parameters, *moments])
 
     has_moved = []
@@ -275,18 +273,3 @@ def test_layers_fold_where_convolutions_are_rounded_to_tf32(monkeypatch: pytest.
     model = slotted.bake()
     assert model.blocks[0].conv.out_channels == 16
     assert torch.backends.cudnn.allow_tf32
-
-
-def test_steps_are_timed_by_events_of_the_gpu() -> None:
-    steps = History(checks_per_epoch=2)
-    weights = torch.randn(4096, 4096, device="cuda")
-    with sync_debug_mode("error"):
-        steps.start_clock(torch.device("cuda"))
-        for _ in range(20):
-            weights = (weights @ weights).clamp(-1, 1)
-            steps.note_step(weights[0, 0], samples=1, flops_per_sample=1)
-    before = time.perf_counter()
-    steps.chunks()
-    waited = time.perf_counter() - before
-    assert steps.step_seconds is not None
-    assert 20 * steps.step_seconds > 0.5 * waited  # the device was busy, although the calls had returned long before

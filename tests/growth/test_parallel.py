@@ -90,7 +90,9 @@ def train(
         "host": copy.deepcopy(dict(host.state_dict())),
         "seeds": {name: copy.deepcopy(dict(slot.seed.state_dict())) for name, slot in slotted.slots.items() if slot.seed is not None},
         "optimizers": {
-            name: backend.learner.optimizer.state_dict() for name, backend in grower.lifecycles.slots.items() if backend.learner is not None
+            name: backend.learner.optimizers[0].state_dict()
+            for name, backend in grower.lifecycles.slots.items()
+            if backend.learner is not None
         },
         "ledger": msgspec.to_builtins(grower.ledger),
         "rollbacks": grower.rollbacks,

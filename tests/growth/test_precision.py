@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.growth import grower
 from esper.growth.lifecycle.stages import Advance, Germinate
-from esper.growth.seeds import seed as seed_learner
+from esper.growth.seeds import learner as seed_learner
 from tests.growth.builders import QUICK, QUICK_SHADOW, SLOTS, LifecycleConfig, Loop, Script, config, make_host, make_loop
 
 DEPTH, WIDTH = ("mlp", "low_rank"), ("widen_50", "widen_100")
@@ -210,7 +210,7 @@ def test_a_seed_whose_gradient_overflows_on_a_device_keeps_its_weights_and_momen
     learner, parameters = backend.learner, list(backend.slot.seed.parameters())
 
     def state() -> list[Tensor]:
-        moments = [value for one in parameters for key, value in learner.optimizer.state.get(one, {}).items() if key != "step"]
+        moments = [value for one in parameters for key, value in learner.optimizers[0].state.get(one, {}).items() if key != "step"]
         return copy.deepcopy([*parameters, *moments])
 
     def spoil() -> None:

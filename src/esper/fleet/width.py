@@ -31,8 +31,9 @@ from esper.devices import upload
 from esper.fleet.stacked.lowering import Stacked, lower
 from esper.fleet.stacked.rows import Layout
 from esper.growth.host.layout import CPU, Place
+from esper.growth.seeds.folding import fold
 from esper.growth.seeds.seed import WidePlan
-from esper.growth.seeds.width import WidthSeed, fold
+from esper.growth.seeds.width import WidthSeed
 from esper.torch_internals import BatchNormBase, ConvBase, NormBase
 
 _WORK_OF_A_PART = {"cpu": 5e7, "cuda": 5e9}  # FLOPs in the time that the kernels of a small part take to start, by device; estimates

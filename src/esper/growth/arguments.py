@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,19 +37,21 @@ from torch.optim.lr_scheduler import (
 from esper.growth.batches import with_article
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.host.slotted import Slotted
+from esper.growth.host.units import modules_of
 from esper.growth.lifecycle.backend import AnyBackend
-from esper.growth.lifecycle.lifecycles import Lifecycles
+from esper.growth.lifecycle.lifecycles import Lifecycles, Option
+from esper.growth.seeds.folding import check_trained
 from esper.parallel import ALONE, Group, Ranks
 
-MakeHostOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+MakeHostOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer | Sequence[Optimizer]]
 MakeScheduler = Callable[[Optimizer], Any]
 
 
 # Arguments of Grower
 
 
-def check_fit_together(slotted: object, optimizer: Optimizer, config: object) -> None:
-    """Raise a GrowthError unless `slotted` is a model with slots, `config` is of the right type, and the optimiser is that of the model."""
+def check_fit_together(slotted: object, optimizer: object, config: object) -> tuple[Optimizer, ...]:
+    """Return the optimisers. Raise a GrowthError unless they are those of the model, which has slots, and `config` is of the right type."""
     if not isinstance(slotted, Slotted):
         raise GrowthError(
             f"a Grower needs a model with slots, and got a {type(slotted).__name__}; "
@@ -57,12 +59,33 @@ def check_fit_together(slotted: object, optimizer: Optimizer, config: object) ->
         )
     if config is not None and not isinstance(config, GrowthConfig):
         raise GrowthError(f"config is a {type(config).__name__}; pass config=GrowthConfig(...)")
+    given = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer) if isinstance(optimizer, list | tuple) else ()
+    optimizers = tuple(one for one in given if isinstance(one, Optimizer))
+    if not optimizers or len(optimizers) < len(given) or len({id(one) for one in optimizers}) < len(given):
+        raise GrowthError(f"a Grower needs the optimiser of the model, or a list of different ones, and got {optimizer!r}")
     own = {id(parameter) for parameter in slotted.host.parameters()}
-    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise GrowthError(
-            "the optimiser holds none of the model's parameters; make it for this model, not for a copy of it: "
-            "optimizer = torch.optim.AdamW(model.parameters())"
-        )
+    for one in optimizers:
+        if not any(id(parameter) in own for group in one.param_groups for parameter in group["params"]):
+            raise GrowthError(
+                f"{type(one).__name__} holds none of the model's parameters; make it for this model, not for a copy of it: "
+                "optimizer = torch.optim.AdamW(model.parameters())"
+            )
+        if any(group["lr"] is None for group in one.param_groups):
+            raise GrowthError(
+                f"{type(one).__name__} chooses its learning rate itself (lr is None), so that seeds cannot follow it; give it one, with "
+                "relative_step=False for the Adafactor of transformers"
+            )
+    return optimizers
+
+
+def check_grown_are_trained(slotted: Slotted, optimizers: Sequence[Optimizer], options: Mapping[str, Sequence[Option]]) -> None:
+    """Raise a GrowthError if a parameter that may get new rows or columns is trained by none of the optimisers.
+
+    `options` are the blueprints that may grow in each slot.
+    """
+    chains = [slotted.slot(name).place.chain for name, some in options.items() if any(option.widened for option in some)]
+    widened = [module for chain in chains for units in chain for module in modules_of(units)]
+    check_trained(dict(slotted.host.named_modules()), widened, optimizers)
 
 
 def ranks_of(model: nn.Module) -> Group:
@@ -128,36 +151,61 @@ def check_precision(model: nn.Module, precision: str, device: torch.device) -> N
         raise GrowthError(f"precision {precision!r} does not work on {device}: {error}; choose another, or another device") from error
 
 
-def optimizer_from(make: MakeHostOptimizer, parameters: Sequence[nn.Parameter]) -> Optimizer:
-    """Make the user's optimiser for these parameters, and check it."""
+def optimizers_from(make: MakeHostOptimizer, parameters: Sequence[nn.Parameter]) -> tuple[Optimizer, ...]:
+    """Make the user's optimiser for these parameters, or several, and check them."""
     example = "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
     if not callable(make):
         raise GrowthError(f"optimizer must be a function that makes one, and is {with_article(type(make).__name__)}: {example}")
     try:
-        optimizer = make(parameters)
+        made = make(parameters)
     except TypeError as error:
         raise GrowthError(f"optimizer is called with the parameters, and raised TypeError: {error}; write {example}") from error
-    if not isinstance(optimizer, Optimizer):
-        raise GrowthError(f"optimizer must be a function that makes one, and made {with_article(type(optimizer).__name__)}: {example}")
+    optimizers = (made,) if isinstance(made, Optimizer) else tuple(made) if isinstance(made, list | tuple) else ()
+    if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
+        raise GrowthError(f"optimizer must be a function that makes one, and made {with_article(type(made).__name__)}: {example}")
     own = {id(parameter) for parameter in parameters}
-    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise GrowthError(
-            f"the optimiser holds none of the parameters that grow trains, which are those of a copy of the model; use the function's "
-            f"argument: {example}"
-        )
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise GrowthError(
-            f"{type(optimizer).__name__} computes the loss itself in every step, which grow does not support; "
-            "use another optimiser, or write your own loop with esper.Grower(..., seed_optimizer=...)"
-        )
-    return optimizer
+    for optimizer in optimizers:
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise GrowthError(
+                f"the optimiser holds none of the parameters that grow trains, which are those of a copy of the model; use the function's "
+                f"argument: {example}"
+            )
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise GrowthError(
+                f"{type(optimizer).__name__} computes the loss itself in every step, which grow does not support; "
+                "use another optimiser, or write your own loop with esper.Grower(..., seed_optimizer=...)"
+            )
+    return optimizers
 
 
-def scheduler_from(make: MakeScheduler | None, optimizer: Optimizer) -> Any:
-    """Make the user's schedule for the optimiser, and check it; None if there is none."""
+class Schedules:
+    """The schedules of several optimisers, which are stepped together."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = list(parts)
+
+    def step(self, *arguments: Any) -> None:
+        for part in self.parts:
+            part.step(*arguments)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for part, saved in zip(self.parts, state["parts"], strict=True):
+            part.load_state_dict(saved)
+
+
+def scheduler_from(make: MakeScheduler | None, optimizers: Sequence[Optimizer]) -> Any:
+    """Make the user's schedule for each optimiser, and check it; None if there is none."""
     if make is None:
         return None
+    made = [_schedule_from(make, optimizer) for optimizer in optimizers]
+    return made[0] if len(made) == 1 else Schedules(made)
+
+
+def _schedule_from(make: MakeScheduler, optimizer: Optimizer) -> Any:
     example = "scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)"
     if not callable(make):
         raise GrowthError(f"scheduler must be a function that makes one, and is {with_article(type(make).__name__)}: {example}")
@@ -224,9 +272,11 @@ def is_stepped_per_step(scheduler: Any, asked: str, *, epochs: int, steps: int |
 
 
 def _parts(scheduler: Any) -> list[Any]:
-    """Return the schedules inside a SequentialLR or ChainedScheduler, or the schedule itself."""
+    """Return the schedules inside a SequentialLR, a ChainedScheduler or Schedules, or the schedule itself."""
     if isinstance(scheduler, SequentialLR | ChainedScheduler):
         return [inner for part in scheduler._schedulers for inner in _parts(part)]
+    if isinstance(scheduler, Schedules):
+        return [inner for part in scheduler.parts for inner in _parts(part)]
     return [] if scheduler is None else [scheduler]
 
 

@@ -46,12 +46,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from esper.display import Card
-from esper.growth.arguments import check_alphas, check_fit_together, check_ranks, players, ranks_of
+from esper.growth.arguments import check_alphas, check_fit_together, check_grown_are_trained, check_ranks, players, ranks_of
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.controllers.baselines import with_settings
 from esper.growth.events import BestRestored, EpochEnded, Folded
+from esper.growth.host.follower import OptimizerFollower
 from esper.growth.host.isolation import unwrap
-from esper.growth.host.slots import OptimizerFollower
 from esper.growth.host.slotted import Slotted
 from esper.growth.host.units import layer_of, part_of
 from esper.growth.lifecycle.backend import ModuleBackend, make_backends
@@ -66,7 +66,7 @@ from esper.growth.measure.probe import ProbeRunner, Promises
 from esper.growth.metrics import as_number, check_metrics
 from esper.growth.report.story import metric_in_words
 from esper.growth.report.summary import ProgressLines, counted
-from esper.growth.seeds.seed import MakeOptimizer, innermost, reading_waits
+from esper.growth.seeds.learner import MakeOptimizer, innermost, reading_waits
 from esper.growth.seeds.shadow import Closure, Shadow
 from esper.growth.telemetry import Callbacks, GrowthTelemetry, SinksWithoutLog, check_sinks
 from esper.runs import CheckpointStore, Event, Sink
@@ -82,8 +82,10 @@ STEPS_PER_EPOCH = 1_000_000  # more than any epoch has: checkpoints are numbered
 class Grower:
     """Owner of the seeds' optimisers, the lifecycles of the slots, the snapshots and the ledger of one model.
 
-    `optimizer`, `scaler` and `scheduler` are the user's own. The grower follows the optimiser's learning rates and keeps the states of all
-    three in its snapshots; `scheduler` may be any object with `state_dict` and `load_state_dict`. The first snapshot is taken here and
+    `optimizer`, `scaler` and `scheduler` are the user's own. A loop with several optimisers, such as Muon for matrices and AdamW for the
+    rest, passes them in a list: a seed follows those that train the parameters next to it, or that it becomes a part of. The first one
+    counts the steps. The grower follows the learning rates and keeps the states of all
+    of them in its snapshots; `scheduler` may be any object with `state_dict` and `load_state_dict`. The first snapshot is taken here and
     again in `begin`, so load weights and optimiser states before one of the two. `epochs` is the planned length of the training: a
     controller that knows it does not grow too late. Without a `config`, a trained controller grows as it was trained (see `grow`).
 
@@ -101,7 +103,7 @@ class Grower:
     def __init__(
         self,
         slotted: Slotted,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         scaler: GradScaler | None = None,
         scheduler: Any = None,
@@ -118,23 +120,24 @@ class Grower:
         sinks: Sequence[Sink] = (),
         telemetry: GrowthTelemetry | None = None,
     ) -> None:
-        check_fit_together(slotted, optimizer, config)
+        self.optimizers = check_fit_together(slotted, optimizer, config)
         if keep not in ("best", "last"):
             raise GrowthError(f'keep must be "best" or "last", and is {keep!r}')
         if best_by is not None and keep != "best":
             raise GrowthError('best_by says which epoch is the best, and keep="last" returns the last one; leave one of them out')
         own_callbacks, sinks = Callbacks(callbacks), check_sinks(sinks)
-        self.slotted, self.optimizer, self.scaler, self.epochs = slotted, optimizer, scaler, epochs
+        self.slotted, self.scaler, self.epochs = slotted, scaler, epochs
         self.controller, self.config = with_settings(controller, config)
         self._keeps_best = keep == "best"
-        backends = make_backends(slotted, optimizer, self.config.seed_optimizer, seed_optimizer)
+        backends = make_backends(slotted, self.optimizers, self.config.seed_optimizer, seed_optimizer)
         self.lifecycles: Lifecycles[ModuleBackend] = Lifecycles(
             backends, self.config, host=slotted.discovery.host, load=slotted.discovery.load, epochs=epochs, scale=scale
         )
+        check_grown_are_trained(slotted, self.optimizers, self.lifecycles.options)
         self.history, self.ledger = self.lifecycles.history, self.lifecycles.ledger
         self._recovery = Recovery(
             slotted,
-            optimizer,
+            self.optimizers,
             self.lifecycles,
             scaler=scaler,
             scheduler=scheduler,
@@ -143,7 +146,7 @@ class Grower:
         if not self._recovery.has_finite_weights():
             raise GrowthError("the model has weights that are NaN or infinite before the training; initialise or load it again")
         self._recovery.take_snapshot()
-        self._prober = ProbeRunner(slotted, self.lifecycles, optimizer, seed_optimizer)
+        self._prober = ProbeRunner(slotted, self.lifecycles, self.optimizers, seed_optimizer)
         self._group = ranks_of(slotted.model)
         self._measurement = Measurement(slotted, group=self._group)
         self._shadow = Shadow(slotted, alpha=self.config.lifecycle.alpha_target)
@@ -173,7 +176,7 @@ class Grower:
         if slotted.calls.follower is not None:
             slotted.calls.follower.stop()
         self._follower = OptimizerFollower(
-            optimizer,
+            self.optimizers,
             [slotted.model, unwrap(slotted.model)],
             before_step=self._before_step,
             step=self._step_seeds,
@@ -478,9 +481,9 @@ class Grower:
         """
         self._stop_watching(discard=True)
         learners = [(backend.slot.seed, backend.learner) for backend in self.lifecycles.slots.values()]
-        of_seeds = {seed: learner.optimizer for seed, learner in learners if seed is not None and learner is not None}
+        of_seeds = {seed: learner.optimizers for seed, learner in learners if seed is not None and learner is not None}
         kept = [slot.seed for slot in self.slotted.slots.values() if slot.is_kept and slot.seed is not None]
-        model = self.slotted.bake(fold=fold, optimizer=innermost(self.optimizer), of_seeds=of_seeds)
+        model = self.slotted.bake(fold=fold, optimizer=[innermost(one) for one in self.optimizers], of_seeds=of_seeds)
         wide = sorted({plan.module for seed in kept for plan in seed.spec.wide if part_of(model.get_submodule(plan.module)) == "layer"})
         if fold and wide:
             shapes = {name: layer_of(model.get_submodule(name)).weight.shape for name in wide}
@@ -516,7 +519,7 @@ class Grower:
             ("parameters", f"{host.parameters + added:,} ({added / max(host.parameters, 1):+.1%} by seeds)"),
             ("rollbacks", str(self.rollbacks)),
             ("controller", self.controller.name),
-            ("optimiser", type(self.optimizer).__name__),
+            ("optimiser", " and ".join(type(one).__name__ for one in self.optimizers)),
         ]
         return Card(
             f"{type(unwrap(self.slotted.model)).__name__}: kept {kept} of {counted(len(seeds), 'seed')}",
@@ -544,26 +547,30 @@ class Grower:
         if self._optimizer_steps == 0 and self.telemetry is not None and self.telemetry.is_debug:
             self.telemetry.note_gradients(unwrap(self.slotted.model))
 
-    def _step_seeds(self) -> None:
-        """Step the connected seeds and evaluate the probe, after the host's step. Gradients come from the user's backward passes."""
+    def _step_seeds(self, optimizer: Optimizer) -> None:
+        """Step the connected seeds, as far as they follow this optimiser of the host, which has stepped. The first one evaluates the probe.
+
+        Gradients come from the user's backward passes.
+        """
         # A fused optimiser under a GradScaler skips its step on the device. It has `found_inf` while it steps.
-        scale, found_inf = self._loss_scale(), getattr(self._follower.optimizer, "found_inf", None)
-        if found_inf is not None:
+        scale, found_inf = self._loss_scale(), getattr(innermost(optimizer), "found_inf", None)
+        if found_inf is not None and optimizer is self.optimizers[0]:
             self.history.skipped = self.history.skipped + (found_inf.reshape(()) > 0)
         for backend in self.lifecycles.slots.values():
             if backend.learner is not None and backend.slot.is_connected:
-                backend.learner.step(scale=scale, found_inf=found_inf, group=self._group)
-        self._optimizer_steps += 1
-        if self._prober.probe is not None:
-            self._prober.ask(scale=scale)
+                backend.learner.step(with_=optimizer, scale=scale, found_inf=found_inf, group=self._group)
+        if optimizer is self.optimizers[0]:
+            self._optimizer_steps += 1
+            if self._prober.probe is not None:
+                self._prober.ask(scale=scale)
         self._has_stepped = self._has_stepped_in_epoch = True
 
-    def _clear_gradients(self, set_to_none: bool) -> None:
-        """Clear the gradients of the seeds and those that the probe has captured, because the host's were cleared."""
+    def _clear_gradients(self, set_to_none: bool, optimizer: Optimizer | None) -> None:
+        """Clear the gradients of the seeds and of the probe, because the host's were cleared: those of an optimiser, or all."""
         for backend in self.lifecycles.slots.values():
             if backend.learner is not None:
-                backend.learner.zero_grad(set_to_none=set_to_none)
-        if self._prober.probe is not None:
+                backend.learner.zero_grad(set_to_none=set_to_none, with_=optimizer)
+        if self._prober.probe is not None and optimizer in (None, self.optimizers[0]):
             self._prober.drop()
 
     def _has_gradients(self) -> bool:
@@ -625,7 +632,7 @@ class Grower:
         return growth_state(self.lifecycles, learning_rate=self._learning_rate())
 
     def _learning_rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+        return float(self.optimizers[0].param_groups[0]["lr"])
 
     def _decide(self) -> Decision:
         """Ask the controller of rank 0, and carry out its decision on all ranks."""

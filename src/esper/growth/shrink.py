@@ -31,7 +31,8 @@ from esper.growth.host.units import find_units, layer_of, part_of, tensors_of
 from esper.growth.lifecycle.stages import Cost
 from esper.growth.measure.contribution import Evaluate, gain_of, losses_of, rent_of
 from esper.growth.seeds.blueprints import widening_cost
-from esper.growth.seeds.width import set_data, sizes_of
+from esper.growth.seeds.folding import set_data, sizes_of
+from esper.growth.seeds.optimizer_state import States
 from esper.statistics import Interval
 from esper.text_table import aligned, figure
 
@@ -73,7 +74,7 @@ def shrink(
     original: Cost | None = None,
     loss_unit: float = 1.0,
     share: float = 0.125,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
     on_event: Callable[[Shrunk], None] | None = None,
 ) -> Removed:
     """Remove units that do not pay their rent, in place.
@@ -87,6 +88,7 @@ def shrink(
     if not 0 < share <= 0.5:
         raise GrowthError(f"share must be above 0 and at most 0.5, not {share}")
     before = now = discover(host, example_input).host
+    states = States([optimizer] if isinstance(optimizer, Optimizer) else optimizer)
     base, events, done = original or before, list[Shrunk](), set[str]()
     while units := next((one for one in find_units(host, example_input)[0] if one.name not in done), None):
         group = _smallest(host, units, share)
@@ -96,11 +98,12 @@ def shrink(
         if gain is None or not gain.high < saved:
             done.add(units.name)
             continue
-        _remove(host, units, group, optimizer)
+        _remove(host, units, group, states)
         now = _less(now, cost)
         events.append(Shrunk.of(units.name, cost, gain, saved, units=len(group)))
         if on_event is not None:
             on_event(events[-1])
+    states.warn()
     if events and is_compiled(model):
         torch.compiler.reset()
     return Removed(tuple(events), before, now)
@@ -151,36 +154,33 @@ def _gain(host: nn.Module, units: Units, group: Sequence[int], evaluate: Evaluat
     return gain_of(without, with_all)
 
 
-def _remove(host: nn.Module, units: Units, group: Sequence[int], optimizer: Optimizer | None) -> None:
+def _remove(host: nn.Module, units: Units, group: Sequence[int], states: States) -> None:
     """Cut the rows of the producers, the weights of the modules between, and the columns of the readers."""
     left = [unit for unit in range(units.width) if unit not in set(group)]
     for name in units.producers:
         layer = layer_of(host.get_submodule(name))
         for tensor in tensors_of(layer).values():
-            _select(tensor, 0, _features_of(left, units.features_of(name)), optimizer)
+            _select(name, tensor, 0, _features_of(left, units.features_of(name)), states)
         layer.__dict__.update({key: layer.weight.shape[0] for key in sizes_of(layer) if key.startswith("out_")})
     for name in units.own:
-        _cut_own(host.get_submodule(name), units, left, optimizer)
+        _cut_own(name, host.get_submodule(name), units, left, states)
     for reader in units.readers:
         layer = layer_of(host.get_submodule(reader.name))
-        _select(layer.weight, 1, _features_of(left, reader.features), optimizer)
+        _select(reader.name, layer.weight, 1, _features_of(left, reader.features), states)
         layer.__dict__.update({key: layer.weight.shape[1] for key in sizes_of(layer) if key.startswith("in_")})
 
 
-def _cut_own(module: nn.Module, units: Units, left: Sequence[int], optimizer: Optimizer | None) -> None:
+def _cut_own(name: str, module: nn.Module, units: Units, left: Sequence[int], states: States) -> None:
     """Cut a module with weights for each unit, such as a batch norm or a grouped convolution."""
     assert part_of(module) == "own"
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         if tensor.ndim:
-            _select(tensor, 0, _features_of(left, tensor.shape[0] // units.width), optimizer)
+            _select(name, tensor, 0, _features_of(left, tensor.shape[0] // units.width), states)
     vars(module).update({key: size * len(left) // units.width for key, size in sizes_of(module).items()})
 
 
-def _select(tensor: Tensor, axis: int, numbers: Sequence[int], optimizer: Optimizer | None) -> None:
-    """Keep these rows or columns of a tensor, and of its state in the optimiser, in place."""
+def _select(name: str, tensor: Tensor, axis: int, numbers: Sequence[int], states: States) -> None:
+    """Keep these rows or columns of a tensor of this module, and of its state in the optimisers, in place."""
     index = torch.tensor(list(numbers), device=tensor.device)
-    state = {} if optimizer is None or tensor not in optimizer.state else optimizer.state[tensor]
-    for key, value in list(state.items()):
-        if isinstance(value, Tensor) and value.shape == tensor.shape:
-            state[key] = value.index_select(axis, index.to(value.device))
+    states.cut(name, tensor, lambda value: value.index_select(axis, index.to(value.device)))
     set_data(tensor, tensor.data.index_select(axis, index))

@@ -22,7 +22,15 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from esper.growth.arguments import MakeHostOptimizer, MakeScheduler, check_precision, is_stepped_per_step, optimizer_from, scheduler_from
+from esper.growth.arguments import (
+    MakeHostOptimizer,
+    MakeScheduler,
+    Schedules,
+    check_precision,
+    is_stepped_per_step,
+    optimizers_from,
+    scheduler_from,
+)
 from esper.growth.batches import (
     IN_LOSS,
     IN_MODEL,
@@ -101,8 +109,8 @@ class Training:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trained:
             raise GrowthError("all parameters of the model are frozen (requires_grad is False); there is nothing to train")
-        self.optimizer = optimizer_from(make_optimizer, trained)
-        self.scheduler = scheduler_from(make_scheduler, self.optimizer)
+        self.optimizers = optimizers_from(make_optimizer, trained)
+        self.scheduler = scheduler_from(make_scheduler, self.optimizers)
         if self.scheduler is None and config.step_schedule != "auto":
             raise GrowthError(
                 f"step_schedule={config.step_schedule!r} needs a schedule, and there is none; pass scheduler=lambda optimizer: ..."
@@ -111,7 +119,8 @@ class Training:
         self._is_stepped_per_step = is_stepped_per_step(self.scheduler, config.step_schedule, epochs=epochs, steps=steps)
         self.scaler = GradScaler(self.device.type) if config.precision == "float16" else None
         self._has_stepped = False  # the optimiser has stepped in the last call of _step_optimizer; a GradScaler may skip the step
-        self.optimizer.register_step_post_hook(self._note_step)
+        for optimizer in self.optimizers:
+            optimizer.register_step_post_hook(self._note_step)
 
     def prepare(self, controller: Controller | str) -> Grower:
         """Evaluate the model once, add slots and make the grower. Mistakes in the arguments are raised here, before anything is written."""
@@ -122,7 +131,7 @@ class Training:
         try:
             grower = Grower(
                 slotted,
-                self.optimizer,
+                self.optimizers,
                 scaler=self.scaler,
                 scheduler=self.scheduler,
                 controller=controller,
@@ -225,7 +234,7 @@ class Training:
             slots=list(grower.slotted.slots),
             parameters=host.parameters,
             flops=host.flops,
-            optimizer=describe_optimizer(self.optimizer),
+            optimizer=describe_optimizers(self.optimizers),
             device=str(self.device),
             uninformed_loss=None if scale is None else scale.uninformed,
             metrics=self._metrics_before,
@@ -291,7 +300,7 @@ class Training:
         self.model.train()
         batches = iter(self.train_loader)
         number = grower.history.steps * self.config.accumulate + 1  # of the next batch in the epoch, for errors
-        grower.history.start_clock(self.device)
+        grower.history.start_clock()
         while group := self._next_batches(batches, grower):
             self._train_step(group, grower, first=number)
             number += len(group)
@@ -358,17 +367,20 @@ class Training:
         """Clip the gradient, step the optimiser, clear the gradients, and step the schedule if it counts steps. `step` is for errors."""
         if self.config.max_grad_norm is not None:
             if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
-            clip_grad_norm_(
-                [parameter for group in self.optimizer.param_groups for parameter in group["params"]], self.config.max_grad_norm
-            )
+                for optimizer in self.optimizers:
+                    self.scaler.unscale_(optimizer)
+            groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+            clip_grad_norm_([parameter for group in groups for parameter in group["params"]], self.config.max_grad_norm)
         self._has_stepped = False
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
+        for optimizer in self.optimizers:
+            if self.scaler is None:
+                optimizer.step()
+            else:
+                self.scaler.step(optimizer)
+        if self.scaler is not None:
             self.scaler.update()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         if self._is_stepped_per_step and self._has_stepped:
             try:
                 self.scheduler.step()
@@ -389,7 +401,8 @@ class Training:
         """Evaluate, let the grower decide, and step a schedule that counts epochs."""
         # Step the schedule before `after_epoch`, so that its snapshot holds the learning rate of the next epoch. ReduceLROnPlateau needs
         # the validation loss and has to be stepped afterwards.
-        is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
+        parts = self.scheduler.parts if isinstance(self.scheduler, Schedules) else [self.scheduler]
+        is_plateau = any(isinstance(part, ReduceLROnPlateau) for part in parts)
         if self.scheduler is not None and not self._is_stepped_per_step and not is_plateau:
             self.scheduler.step()
         evaluate, metrics = self._evaluation(grower, with_metrics=bool(self.metrics))
@@ -459,7 +472,7 @@ class Training:
             rollbacks=grower.rollbacks,
             ledger=grower.ledger,
             controller=grower.controller.name,
-            optimizer=describe_optimizer(self.optimizer),
+            optimizer=describe_optimizers(self.optimizers),
             seconds=seconds,
             folder=None if self._run is None else self._run.folder,
             had_finished=had_finished,
@@ -476,10 +489,13 @@ def objection(grower: Grower) -> str:
     return "" if ask is None else str(ask(grower.epochs))
 
 
-def describe_optimizer(optimizer: Optimizer) -> str:
+def describe_optimizers(optimizers: Sequence[Optimizer]) -> str:
     """Return a text such as "AdamW, learning rate 0.001"; the learning rate is the one before the schedule's first step."""
-    rates = sorted({float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups})
-    return f"{type(optimizer).__name__}, learning rate {' / '.join(f'{rate:g}' for rate in rates)}"
+    found = []
+    for optimizer in optimizers:
+        rates = sorted({float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups})
+        found.append(f"{type(optimizer).__name__}, learning rate {' / '.join(f'{rate:g}' for rate in rates)}")
+    return " and ".join(found)
 
 
 def step_loss_of(loss_fn: LossFunction | None, step_loss: StepLoss | None) -> StepLoss:

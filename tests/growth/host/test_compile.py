@@ -279,8 +279,8 @@ def watched(model: nn.Module, batch: Tensor) -> tuple[Slotted, Grower]:
 def train_step(call: Any, grower: Grower, batch: Tensor) -> None:
     loss = call(batch).square().mean()
     loss.backward()
-    grower.optimizer.step()
-    grower.optimizer.zero_grad()
+    grower.optimizers[0].step()
+    grower.optimizers[0].zero_grad()
     grower.after_step(loss)
 
 

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, interpolate, scaled_dot_product_attention
 
+from esper.growth.host.discover import discover
 from esper.growth.host.isolation import eager, isolated
 from esper.growth.host.layout import Call
-from esper.growth.host.prefix_cache import PrefixCache
+from esper.growth.host.prefix_cache import PrefixCache, PrefixCacheMismatch
+from tests.growth.host.test_model_kinds import tokens
+from tests.growth.hosts import MaskedEncoder
 
 
 class Residual(nn.Module):
@@ -589,3 +592,21 @@ def test_a_compiled_model_is_replayed_only_where_it_runs_eagerly() -> None:
             with replay.replaying():
                 assert torch.equal(compiled(x), computed)
     assert ran.names == ["shared", "head"]
+
+
+def test_a_batch_with_padding_is_replayed_through_torchs_nested_tensors() -> None:
+    """torch's encoder makes nested tensors of it in eval mode; they have no shape."""
+    host, batch = MaskedEncoder().eval(), tokens(3, 8)
+    mask = torch.tensor([[False] * 8, [False] * 5 + [True] * 3, [False] * 3 + [True] * 5])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = discover(host, (batch, mask))
+    cache = PrefixCache(host, found.calls, "encoder.layers.1")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that nested tensors are new
+        with cache.recording():
+            expected = host(batch, mask)
+        with cache.replaying():
+            assert torch.equal(host(batch, mask), expected)
+        with cache.replaying(), pytest.raises(PrefixCacheMismatch, match="have the shapes"):
+            host(batch[:2], mask[:2])

@@ -47,7 +47,7 @@ def poison_seed(loop: Loop, name: str) -> None:
 
 def seeds_of(loop: Loop) -> dict:
     learners = {
-        name: backend.learner.optimizer.state_dict()
+        name: backend.learner.optimizers[0].state_dict()
         for name, backend in loop.grower.lifecycles.slots.items()
         if backend.learner is not None
     }
@@ -179,7 +179,7 @@ def test_a_rollback_restores_a_seed_that_was_pruned_after_the_snapshot() -> None
     seed = loop.slotted.slots["first"].seed
     assert seed is not None
     assert any(parameter.abs().sum() > 0 for parameter in seed.parameters())
-    assert loop.grower.lifecycles.slots["first"].learner.optimizer.state
+    assert loop.grower.lifecycles.slots["first"].learner.optimizers[0].state
     entry = loop.grower.ledger.seeds[0]
     assert (entry.outcome, entry.ended) == ("living", None)
     assert entry.stages[-1].stage is Stage.HOLDING
@@ -604,8 +604,10 @@ def test_a_saved_run_whose_optimiser_got_a_group_needs_the_same_group() -> None:
     def made(*, is_added: bool) -> Loop:
         host = make_host(dropout=0.0)
         trained = [parameter for name, parameter in host.named_parameters() if not name.startswith("first")]
+        host.first.requires_grad_(False)
         loop = make_loop("never", host=host, make_optimizer=lambda model: torch.optim.AdamW(trained, lr=0.01))
         if is_added:
+            host.first.requires_grad_(True)
             loop.optimizer.add_param_group({"params": list(host.first.parameters())})
         return loop
 

@@ -23,7 +23,8 @@ from esper.growth.measure import probe as promise
 from esper.growth.measure.contribution import Losses, Measurement, confidence_of_look, gain_of, losses_of
 from esper.growth.measure.probe import Probe, portions
 from esper.growth.seeds.blueprints import blueprints_for, cost_of
-from esper.growth.seeds.seed import Seed, SeedLearner
+from esper.growth.seeds.learner import SeedLearner, routes_of
+from esper.growth.seeds.seed import Seed
 from esper.statistics import Interval, student_interval, weighted_interval
 from tests.growth.builders import (
     QUICK,
@@ -480,7 +481,7 @@ def test_a_step_whose_gradient_overflowed_does_not_count_for_a_promise() -> None
         keys = [("first", blueprint.name) for blueprint in blueprints_for(slotted.slots["first"].place)]
 
         def learner(slot: str, weights: nn.Module) -> SeedLearner:
-            return SeedLearner(weights, sgd(host), 0, SeedOptimizerConfig(), None)
+            return SeedLearner(weights, routes_of(weights, [sgd(host)], "", host), SeedOptimizerConfig(), None)
 
         probe = Probe(slotted, keys, Cost(10**9, 10**12), learner, random_seed=0, probe_steps=5)
         probe.plan(length=None)
@@ -547,7 +548,7 @@ def promised_and_true(make_optimizer, settings: GrowthConfig, make_seed_optimize
     promise = next(event for event in loop.events if event.kind == "probed").promises["second"][blueprint]
     seed = Seed(loop.slotted.slots["second"].place, blueprint, random_seed=settings.seed)
     seed.alpha.fill_(1.0)
-    learner = SeedLearner(seed, loop.optimizer, 0, settings.seed_optimizer, make_seed_optimizer)
+    learner = SeedLearner(seed, routes_of(seed, [loop.optimizer], "", loop.host), settings.seed_optimizer, make_seed_optimizer)
     host.second.register_forward_hook(lambda module, arguments, output: seed(output))
     losses = []
     for _ in range(33):

@@ -310,7 +310,7 @@ def test_a_schedule_made_before_or_after_the_grower_steps_seeds_once_at_the_rate
         schedule.step()
         optimizer.zero_grad()
         loop.grower.after_step(loss)
-        assert learner.optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+        assert learner.optimizers[0].param_groups[0]["lr"] == pytest.approx(rate)
     assert learner.report().steps == len(loop.data)
 
 
@@ -477,10 +477,10 @@ def test_a_step_that_the_scaler_skips_is_skipped_for_the_seed_and_the_next_is_no
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     loop = make_loop_without_dropout(lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=is_fused), scaler=scaler)
     scaled_step(loop, scaler)
-    before, state = weights(loop), snapshot(loop.grower.lifecycles.slots["first"].learner.optimizer)
+    before, state = weights(loop), snapshot(loop.grower.lifecycles.slots["first"].learner.optimizers[0])
     scaled_step(loop, scaler, spoil=lambda: loop.host.head.weight.grad.fill_(math.inf))
     assert same(weights(loop), before)
-    assert_same(snapshot(loop.grower.lifecycles.slots["first"].learner.optimizer), state)
+    assert_same(snapshot(loop.grower.lifecycles.slots["first"].learner.optimizers[0]), state)
     assert scaler.get_scale() == 8.0
     scaled_step(loop, scaler)
     assert not torch.equal(weights(loop)[-1], before[-1])

@@ -17,8 +17,9 @@ from esper.growth import add_slots
 from esper.growth.host.layout import Place, Units
 from esper.growth.host.slots import WidePatch
 from esper.growth.host.units import chains, find_units
-from esper.growth.seeds import width
-from esper.growth.seeds.width import WidthSeed, fold, kept_units, plan_of
+from esper.growth.seeds import folding, width
+from esper.growth.seeds.folding import fold
+from esper.growth.seeds.width import WidthSeed, kept_units, plan_of
 from tests.growth.host.test_units import Attention, Gated, InvertedResidual, Residual, Two
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -116,7 +117,7 @@ class Widened:
         self.seed.connect(self.patches, False)
         for patch in self.patches.values():
             patch.detach()
-        fold(self.modules, [self.seed], {} if seeds is None else {self.seed: seeds}, host)
+        fold(self.modules, [self.seed], {} if seeds is None else {self.seed: [seeds]}, [] if host is None else [host])
         return self.host
 
 
@@ -366,7 +367,7 @@ def test_a_fold_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.Monke
     def fail(*_: object) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(width, "_fold_own", fail)
+    monkeypatch.setattr(folding, "_fold_own", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         widened.fold()
     assert all(torch.equal(tensor, before[name]) for name, tensor in host.state_dict().items())

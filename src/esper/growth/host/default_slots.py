@@ -80,8 +80,9 @@ def _reasons(model: nn.Module, discovery: Discovery) -> list[str]:
 def _cheapest(name: str, discovery: Discovery, usable: set[str]) -> str:
     """Return the place with the fewest positions among this one and the places without weights, such as pools, directly behind it."""
     place, chain = discovery.places[name], [name]
-    while discovery.behind.get(chain[-1]) in usable:
-        chain.append(discovery.behind[chain[-1]])
+    # A module that returns its input, such as nn.Identity, is behind itself.
+    while (following := discovery.behind.get(chain[-1])) in usable and following not in chain:
+        chain.append(following)
     places = [discovery.places[other] for other in chain]
     alike = [other for other in places if (other.kind, other.width) == (place.kind, place.width) and other.positions > 1]
     return min(alike, key=lambda other: other.positions, default=place).name

@@ -406,10 +406,17 @@ def _is_identical(one: Inputs, other: Inputs) -> bool:
 
 
 def _shapes(arguments: tuple[Any, ...], named: dict[str, Any]) -> Shapes:
-    return tuple(value.shape for value in (*arguments, *named.values()) if isinstance(value, Tensor))
+    return tuple(part.shape for value in (*arguments, *named.values()) if isinstance(value, Tensor) for part in _dense(value))
+
+
+def _dense(tensor: Tensor) -> Sequence[Tensor]:
+    """Return the sequences of a nested tensor, which has no shape: torch's encoder makes one of a batch with padding. Else the tensor."""
+    return tensor.unbind() if tensor.is_nested else (tensor,)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
+    if one.is_nested or other.is_nested:
+        return len(_dense(one)) == len(_dense(other)) and all(map(_is_same, _dense(one), _dense(other)))
     if torch.equal(one, other):
         return True
     return one.shape == other.shape and one.is_floating_point() and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)

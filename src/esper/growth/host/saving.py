@@ -21,8 +21,9 @@ from esper.growth.host.layout import Place
 from esper.growth.host.slots import SeedHome, Slot, around
 from esper.growth.host.slotted import FACTS_OF_BAKED, AveragedModel, Slotted, check_has_no_slots
 from esper.growth.host.state_dict import attach, build_seed, specs_in
+from esper.growth.seeds.folding import fold, widen_to
 from esper.growth.seeds.seed import Seed, SeedSpec
-from esper.growth.seeds.width import WidthSeed, fold, widen_to
+from esper.growth.seeds.width import WidthSeed
 from esper.runs.cards import write_model_card
 from esper.runs.checkpoints import plain_names
 from esper.runs.tensors import read_tensors, write_tensors

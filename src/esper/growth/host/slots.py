@@ -1,4 +1,4 @@
-"""Everything that Esper hooks into a user's model and optimiser: slots, patches of `forward` and `zero_grad`, and the follower.
+"""Everything that Esper hooks into a user's model: slots, and patches of `forward`. For optimisers, see `host/follower.py`.
 
 A `Slot` is the place after a submodule of the host where a seed may grow. It patches the submodule's `forward` and applies the seed to the
 output; an idle slot only calls the submodule. A seed in a slot is not registered in the host, so the user's optimiser, gradient clipping
@@ -9,10 +9,6 @@ takes a slower path in every call. A hook that does nothing costs 7 µs, a patch
 
 Copies. A copy of the host has copies of its slots, and does not grow with the original. A copy that holds averaged weights warns if it is
 used after the original has grown.
-
-`OptimizerFollower` makes seeds do what the host does. They step whenever the user's optimiser steps. Their gradients are cleared whenever
-the host's are: by `zero_grad` of the optimiser or the model, or by setting `.grad` of all trained parameters to None. So skipped batches,
-gradient accumulation, closures, several optimisers and SAM need no extra code. Gradients that the user zeroes in place are not noticed.
 """
 
 from __future__ import annotations
@@ -25,17 +21,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from esper.growth.host.layout import Place
-from esper.growth.seeds.seed import Seed, innermost, nested
-from esper.torch_internals import backward_number, outside_compiled_code, version_of
+from esper.growth.seeds.seed import Seed
+from esper.torch_internals import version_of
+
+if TYPE_CHECKING:
+    from esper.growth.host.follower import OptimizerFollower
 
 Forward = Callable[..., Any]
 
@@ -134,6 +132,44 @@ class WidePatch(ForwardPatch):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out candidates of a probe, which change no output."""
         return {**super().__getstate__(), "seeds": [entry for entry in self.seeds if not entry[0].is_candidate]}
+
+
+class BakedPatch(ForwardPatch):
+    """Forward of a module with baked seeds while the module has slots. It applies the baked seeds, whose hooks are put aside.
+
+    A seed in a slot comes behind the baked ones, as it will when it is baked itself. Hooks run after `forward`, so they would come behind
+    the slot.
+    """
+
+    def attach(self, module: nn.Module) -> None:
+        super().attach(module)
+        self._hooks = {key: hook for key, hook in module._forward_hooks.items() if is_hook_of_seed(hook)}
+        for key in self._hooks:
+            del module._forward_hooks[key]
+        self._handle = module.register_forward_pre_hook(keep_running)  # as the hooks did
+
+    def detach(self) -> None:
+        super().detach()
+        self._handle.remove()
+        self.module._forward_hooks.update(self._hooks)
+        put_seeds_first(self.module)
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        output = self.inner(*arguments, **named)
+        for hook in self._hooks.values():
+            output = hook(self.module, arguments, output)
+        return output
+
+
+def is_hook_of_seed(hook: Any) -> bool:
+    """Return whether a forward hook is that of a baked seed."""
+    return isinstance(getattr(hook, "__self__", None), Seed)
+
+
+def put_seeds_first(module: nn.Module) -> None:
+    """Let the hooks of baked seeds run before the user's own hooks on the module, as a slot does."""
+    for key in [key for key, hook in reversed(module._forward_hooks.items()) if is_hook_of_seed(hook)]:
+        module._forward_hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
 
 
 class ModelPatch(ForwardPatch):
@@ -447,142 +483,3 @@ class _LoadSeed:
         else:
             slot.alpha = float(slot.seed.alpha)
             slot.connect(slot.is_connected)  # the order of its units may be another
-
-
-class ZeroGradPatch:
-    """Patch of a model's or optimiser's `zero_grad`, which calls `after(set_to_none)` afterwards; torch has no hook for it.
-
-    In a copy of the owner, `after` is None and only the original `zero_grad` is called.
-    """
-
-    def __init__(self, owner: nn.Module | Optimizer, after: Callable[[bool], None]) -> None:
-        self.owner = owner
-        self.after: Callable[[bool], None] | None = after
-        drop_copied_zero_grad(owner)
-        self._before = vars(owner).get("zero_grad")  # None unless the user has replaced it on this instance
-        vars(owner)["zero_grad"] = self
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        result = self._inner(*arguments, **named)
-        if self.after is not None:
-            self.after(bool(named.get("set_to_none", arguments[0] if arguments else True)))
-        return result
-
-    @property
-    def _inner(self) -> Callable[..., Any]:
-        inner: Callable[..., Any] = type(self.owner).zero_grad.__get__(self.owner) if self._before is None else self._before
-        return inner
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._inner)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "after": None}
-
-    def detach(self) -> None:
-        """Restore the original `zero_grad`. If someone else has patched over this patch, it stays and only calls the original."""
-        self.after = None
-        if vars(self.owner).get("zero_grad") is self:
-            if self._before is None:
-                del vars(self.owner)["zero_grad"]
-            else:
-                vars(self.owner)["zero_grad"] = self._before
-
-
-def drop_copied_zero_grad(owner: nn.Module | Optimizer) -> None:
-    """Remove a patch that was copied with the owner and does nothing."""
-    found = vars(owner).get("zero_grad")
-    if isinstance(found, ZeroGradPatch) and found.after is None:
-        found.detach()
-
-
-class OptimizerFollower:
-    """Hooks on the user's optimiser and model that report the optimiser's steps, and when the host's gradients are cleared.
-
-    `before_step()` is called before each step, `step()` after each step that had a gradient, and `zero_grad(set_to_none)` when the host's
-    gradients are cleared. `is_pending()` returns whether seeds have gradients to clear. `models` are the module that the user calls and the
-    module inside its wrappers. Copies of optimiser and model are not followed. `stop` removes all hooks.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        models: Sequence[nn.Module],
-        *,
-        before_step: Callable[[], None],
-        step: Callable[[], None],
-        zero_grad: Callable[[bool], None],
-        is_pending: Callable[[], bool],
-    ) -> None:
-        self._outer, self.optimizer = optimizer, innermost(optimizer)
-        self._before, self._step, self._zero_grad, self._is_pending = before_step, step, zero_grad, is_pending
-        self.is_active = True
-        self._depth = 0  # nested calls of `step` under way: a `step` that calls that of its base class runs all hooks twice
-        self._has_gradient = True  # the host had a gradient when the current step began
-        self._backward = -1  # id of the last backward pass that was seen
-        self._hooks = [self.optimizer.register_step_pre_hook(self._before_step), self.optimizer.register_step_post_hook(self._after_step)]
-        owners: list[nn.Module | Optimizer] = [*nested(optimizer), *dict.fromkeys(models)]
-        self._patches = [ZeroGradPatch(owner, self._after_zero_grad) for owner in owners]
-
-    def stop(self) -> None:
-        """Remove all hooks and patches from optimiser and model."""
-        self.is_active = False
-        for hook in self._hooks:
-            hook.remove()
-        for patch in reversed(self._patches):
-            patch.detach()
-
-    def forget_failed_steps(self) -> None:
-        """Reset the depth of nested steps; call it between two steps. A step that raised an error has not run its post hook."""
-        self._depth = 0
-
-    def watch_backward(self, output: Any) -> None:
-        """Check, when the backward pass of this output begins, whether the user has set the host's gradients to None by hand.
-
-        The forward pass would be too early: many loops clear the gradients between the two passes.
-        """
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
-
-    def _begin_backward(self, gradient: Tensor) -> None:
-        # Check only once per backward pass: later in the same pass, seeds may already have gradients that the host does not have yet.
-        number = backward_number()
-        if number != self._backward:
-            self._backward = number
-            self._clear_unless_host_has_gradient()
-
-    # Keep these hooks out of a compiled optimiser step: traced, they would be recompiled in every step.
-
-    @outside_compiled_code
-    def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._depth += 1
-        if self._depth == 1 and self.is_active:
-            self._before()
-            has_closure = named.get("closure") is not None or (len(arguments) > 1 and arguments[1] is not None)
-            self._has_gradient = has_closure or self._clear_unless_host_has_gradient()
-
-    @outside_compiled_code
-    def _after_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._depth -= 1
-        if self._depth == 0 and self.is_active and self._has_gradient:
-            self._step()
-
-    def _after_zero_grad(self, set_to_none: bool) -> None:
-        if self.is_active:
-            self._zero_grad(set_to_none)
-
-    def _clear_unless_host_has_gradient(self) -> bool:
-        """Return whether a trained parameter of the host has a gradient; True if all are frozen. If none has, clear those of the seeds."""
-        trained = (parameter for group in self._outer.param_groups for parameter in group["params"] if parameter.requires_grad)
-        parameter = next(trained, None)
-        if parameter is None or parameter.grad is not None or any(other.grad is not None for other in trained):
-            return True
-        if self.is_active and self._is_pending():
-            self._zero_grad(True)
-        return False
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave everything out: some optimisers are copied with their hooks, and a copy of the follower must do nothing."""
-        return {"is_active": False, "_depth": 0, "_has_gradient": False, "_backward": -1, "_hooks": [], "_patches": []}

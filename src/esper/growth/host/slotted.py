@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Self
@@ -36,16 +36,18 @@ from esper.display import Card, Displayed
 from esper.growth.config import GrowthError
 from esper.growth.host.default_slots import choose, with_last_blocks
 from esper.growth.host.discover import Discovery, call, discover, weights_of
+from esper.growth.host.follower import drop_copied_zero_grad
 from esper.growth.host.isolation import eager, is_compiled, isolated, unwrap, without_tf32
 from esper.growth.host.layout import Place
 from esper.growth.host.slots import (
+    BakedPatch,
     ModelPatch,
     SeedHome,
     Slot,
     WidePatch,
     around,
-    drop_copied_zero_grad,
     forward_replaced,
+    is_hook_of_seed,
     on_load,
     own_forward,
     tensors_in,
@@ -53,8 +55,9 @@ from esper.growth.host.slots import (
 from esper.growth.host.state_dict import CheckStructure, agree, as_model_takes_it, attach, build_seed, find_homes, free_home, specs_in
 from esper.growth.host.units import find_units, modules_of, with_units
 from esper.growth.seeds.blueprints import KINDS, blueprints_for, blueprints_of, cost_of, get_blueprint, reason_against, widened_by
+from esper.growth.seeds.folding import check_trained, fold as fold_seeds
 from esper.growth.seeds.seed import SPEC_KEY, Blending, Seed, SeedSpec
-from esper.growth.seeds.width import WidthSeed, fold as fold_seeds, kept_units, make_seed, next_order, why_not_removed
+from esper.growth.seeds.width import WidthSeed, kept_units, make_seed, next_order, why_not_removed
 from esper.runs.checkpoints import plain_name, plain_names
 from esper.text_table import aligned
 from esper.torch_internals import COMPILED_CALL, COMPILED_MODULE
@@ -109,6 +112,9 @@ class Slotted(Displayed):
         fused = {name for name in touched if name in discovery.places and discovery.places[name].is_fused}
         self.wide = {name: WidePatch(is_fused=name in fused) for name in touched}  # patches of the modules that new units pass through
         self.slots = {name: Slot(discovery.places[name], self.wide) for name in names}
+        modules = {name: host.get_submodule(name) for name in names}
+        # Patches of the modules with slots that hold seeds of an earlier training.
+        self.baked = {name: BakedPatch() for name, one in modules.items() if any(map(is_hook_of_seed, one._forward_hooks.values()))}
         self.calls = ModelPatch()
         self.is_attached = True
         self._weights = {name: weights_of(host, host.get_submodule(name)) for name in names}  # dtype and device at the discovery
@@ -131,6 +137,8 @@ class Slotted(Displayed):
         # New units pass through a layer before a slot after it sees its output.
         for name, patch in self.wide.items():
             patch.attach(self.host.get_submodule(name))
+        for name, baked in self.baked.items():
+            baked.attach(self.host.get_submodule(name))
         for name, slot in self.slots.items():
             slot.attach_to(self.host.get_submodule(slot.place.module), self._homes[name])
         return on_load(self.host, CheckStructure(self.host, self.slots))
@@ -337,7 +345,7 @@ class Slotted(Displayed):
         self.run_eagerly(False)
         for slot in reversed(self.slots.values()):
             slot.detach()
-        for patch in self.wide.values():
+        for patch in (*self.baked.values(), *self.wide.values()):
             patch.detach()
         self.calls.detach()
         self._check_handle.remove()
@@ -352,20 +360,31 @@ class Slotted(Displayed):
             self.calls.follower.stop()
             self.calls.follower = None
 
-    def bake(self, *, fold: bool = True, optimizer: Optimizer | None = None, of_seeds: Mapping[Seed, Optimizer] | None = None) -> nn.Module:
+    def bake(
+        self,
+        *,
+        fold: bool = True,
+        optimizer: Optimizer | Sequence[Optimizer] = (),
+        of_seeds: Mapping[Seed, Iterable[Optimizer]] | None = None,
+    ) -> nn.Module:
         """Make the fossilized seeds part of the model, remove all slots and other seeds, and return the model without wrappers.
 
         A depth seed becomes a submodule. With `fold`, the units of a width seed become rows and columns of the host's own layers, and
         nothing else is left of it; otherwise it becomes a submodule too. The parameters of the host stay the same objects. Those that are
-        wider keep their state in `optimizer`, that of the host, and get the state that `of_seeds` holds for the weights of each seed. The
-        parameters of submodules are in no optimiser: to train them further, make a new one.
+        wider keep their state in `optimizer`, that of the host or several of them, and get the state that `of_seeds` holds for the weights
+        of each seed (the rule is in `esper.growth.seeds.optimizer_state`). The parameters of submodules are in no optimiser: to train them
+        further, make a new one.
 
         The names in the state dict do not change. The outputs for the example input are compared before and after; if they differ, an error
         is raised and everything is left as it was.
         """
         if not self.is_attached:
             return self.host
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         kept = {name: slot.seed for name, slot in self.slots.items() if slot.is_kept and slot.seed is not None}
+        if fold and optimizers:
+            grown = [plan.module for seed in kept.values() for plan in seed.spec.wide]
+            check_trained(dict(self.host.named_modules()), grown, optimizers)
         with ExitStack() as stack:
             # Disconnect the other seeds. The stack connects them again if baking fails.
             for name, slot in self.slots.items():
@@ -378,7 +397,7 @@ class Slotted(Displayed):
             undo: list[Callable[[], None]] = []
             stack.callback(self._attach_again, undo)
             if wide and fold:
-                undo.append(fold_seeds(dict(self.host.named_modules()), wide, of_seeds or {}, optimizer))
+                undo.append(fold_seeds(dict(self.host.named_modules()), wide, of_seeds, optimizers))
             elif wide:
                 undo += [self._attach_alone(name, patch) for name, patch in self.wide.items() if patch.seeds]
             for name, seed in kept.items():

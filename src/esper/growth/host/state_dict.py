@@ -24,7 +24,7 @@ from esper.growth.config import GrowthError
 from esper.growth.host.discover import call
 from esper.growth.host.isolation import isolated
 from esper.growth.host.layout import Place
-from esper.growth.host.slots import SeedHome, Slot, on_load, tensors_in
+from esper.growth.host.slots import SeedHome, Slot, on_load, put_seeds_first, tensors_in
 from esper.growth.seeds.seed import SPEC_KEY, Seed, SeedSpec
 from esper.growth.seeds.width import WidthSeed
 
@@ -37,11 +37,11 @@ BAKED = "esper_seed"  # name of a seed in the module it is registered in, and so
 
 def attach(module: nn.Module, seed: Seed, home: SeedHome) -> RemovableHandle:
     """Make a seed part of the host: register it in its home, and apply it by a forward hook of `module`."""
-    # Run before the user's own hooks on the module, as a slot does, but after the hooks of seeds that were baked earlier.
-    is_first = not any(isinstance(getattr(hook, "__self__", None), Seed) for hook in module._forward_hooks.values())
     seed.baked_as = home.baked_as
     home.module.add_module(home.name, seed.train(module.training))
-    return module.register_forward_hook(seed.after, prepend=is_first)
+    handle = module.register_forward_hook(seed.after)
+    put_seeds_first(module)
+    return handle
 
 
 def find_homes(host: nn.Module, names: Sequence[str], example_input: Any) -> dict[str, SeedHome]:
@@ -172,6 +172,8 @@ def _check_shape(spec: SeedSpec, weights: Sequence[Any]) -> None:
     if len(spec.shape) not in {"dense": (1,), "token": (2, 3), "conv": (2, 3)}[spec.kind] or min(spec.shape) < 1 or spec.levels_up < 0:
         raise ValueError(f"a {spec.kind} seed of the shape {list(spec.shape)}")
     width = spec.shape[0] if spec.kind == "conv" else spec.shape[-1]
+    if spec.wide:  # its weights are as large as its parts, not as the place
+        width = max(max(plan.inputs, plan.outputs) for plan in spec.wide)
     widest = max((size for weight in weights for size in getattr(weight, "shape", ())), default=0)
     if width > max(widest, SMALL_WIDTH):
         raise ValueError(f"a seed for {width:,} features, whose weights have at most {widest:,}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -23,7 +24,8 @@ from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.ledger import Ledger, SeedRecord
 from esper.growth.lifecycle.stages import Stage
 from esper.growth.seeds.blueprints import check_branch, get_blueprint, is_built_in
-from esper.growth.seeds.seed import Blending, MakeOptimizer, SeedLearner, group_of
+from esper.growth.seeds.learner import MakeOptimizer, SeedLearner, routes_of
+from esper.growth.seeds.seed import Blending
 from esper.growth.seeds.width import IN_SHADOW
 
 
@@ -178,11 +180,13 @@ class ModuleBackend(SlotBackend):
     The constructor builds a learner for a trial, so that an optimiser that cannot train seeds fails now rather than at germination.
     """
 
-    def __init__(self, slot: Slot, slotted: Slotted, optimizer: Optimizer, config: SeedOptimizerConfig, make: MakeOptimizer | None) -> None:
+    def __init__(
+        self, slot: Slot, slotted: Slotted, optimizers: Sequence[Optimizer], config: SeedOptimizerConfig, make: MakeOptimizer | None
+    ) -> None:
         super().__init__(slot.place)
         self.slot = slot
         self.learner: SeedLearner | None = None
-        self._slotted, self._optimizer, self._config, self._make = slotted, optimizer, config, make
+        self._slotted, self._optimizers, self._config, self._make = slotted, optimizers, config, make
         self._make_learner(nn.ParameterList([torch.zeros(2, 2), torch.zeros(2)]))
 
     @property
@@ -230,7 +234,7 @@ class ModuleBackend(SlotBackend):
         return self._slotted.why_not_removed(self.place.name)
 
     def open_again(self) -> ModuleBackend:
-        return ModuleBackend(self._slotted.open_again(self.place.name), self._slotted, self._optimizer, self._config, self._make)
+        return ModuleBackend(self._slotted.open_again(self.place.name), self._slotted, self._optimizers, self._config, self._make)
 
     def close(self) -> None:
         self._slotted.close(self.place.name)
@@ -274,15 +278,14 @@ class ModuleBackend(SlotBackend):
         self.slot.connect(state["is_connected"])
 
     def _make_learner(self, seed: nn.Module, *, warmup: int = 0) -> SeedLearner:
-        """Build a learner with the settings of the optimiser's group that holds the parameters of the slot's submodule."""
-        group = group_of(self._optimizer, self._slotted.host.get_submodule(self.place.module), self._slotted.host)
-        learner = SeedLearner(seed, self._optimizer, group, self._config, self._make, warmup=warmup)
+        routes = routes_of(seed, self._optimizers, self.place.module, self._slotted.host)
+        learner = SeedLearner(seed, routes, self._config, self._make, warmup=warmup)
         learner.loss_unit = self.loss_unit
         return learner
 
 
 def make_backends(
-    slotted: Slotted, optimizer: Optimizer, config: SeedOptimizerConfig, make: MakeOptimizer | None
+    slotted: Slotted, optimizers: Sequence[Optimizer], config: SeedOptimizerConfig, make: MakeOptimizer | None
 ) -> dict[str, ModuleBackend]:
     """Return a backend for every slot of a model, by name."""
-    return {name: ModuleBackend(slot, slotted, optimizer, config, make) for name, slot in slotted.slots.items()}
+    return {name: ModuleBackend(slot, slotted, optimizers, config, make) for name, slot in slotted.slots.items()}

@@ -16,7 +16,7 @@ Checkpoints (`Recovery.state_dict`) hold everything, frozen parameters included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,7 @@ from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.backend import ModuleBackend
 from esper.growth.lifecycle.lifecycles import Lifecycles
 from esper.growth.lifecycle.snapshots import BestStates, Snapshots, copy_of
-from esper.growth.seeds.seed import nested
+from esper.growth.seeds.learner import nested
 from esper.torch_internals import version_of
 
 State = dict[str, Any]
@@ -50,16 +50,16 @@ class Recovery:
     def __init__(
         self,
         slotted: Slotted,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         lifecycles: Lifecycles[ModuleBackend],
         *,
         scaler: GradScaler | None,
         scheduler: Any,
         best_by: str | None = None,
     ) -> None:
-        self.host, self.optimizer, self.lifecycles = slotted.host, optimizer, lifecycles
+        self.host, self.optimizers, self.lifecycles = slotted.host, optimizers, lifecycles
         self.scaler, self.scheduler = scaler, scheduler
-        self._optimizers = nested(optimizer)  # the user's optimiser and those that it wraps
+        self._optimizers = [one for optimizer in optimizers for one in nested(optimizer)]  # the user's, each before those that it wraps
         self._snapshots = Snapshots(lifecycles.config.governor.keep)
         self.best_states = BestStates(lifecycles.ledger, by=best_by)
         self._held: set[int] = set()  # ids of parameters that are in the snapshots, or that the optimiser holds and the host does not
@@ -92,7 +92,13 @@ class Recovery:
 
     def hold_new(self) -> None:
         """Add parameters that are about to be trained for the first time to the snapshots. Call it before a step of the optimiser."""
-        new = [one for group in self.optimizer.param_groups for one in group["params"] if one.requires_grad and id(one) not in self._held]
+        new = [
+            one
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for one in group["params"]
+            if one.requires_grad and id(one) not in self._held
+        ]
         if new:
             names = {id(parameter): name for name, parameter in self.host.named_parameters()}
             self._hold({names[id(one)]: one for one in new if id(one) in names})
@@ -167,11 +173,9 @@ class Recovery:
 
     def _state(self, parameters: dict[str, nn.Parameter]) -> State:
         """Return the present state without the seeds, with these parameters of the host."""
-        outer, *inner = self._optimizers
         return {
             **self._parameters_and_buffers(parameters),
-            "optimizer": outer.state_dict(),
-            "inner_optimizers": [one.state_dict() for one in inner],
+            "optimizers": [one.state_dict() for one in self._optimizers],
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
         }
@@ -201,9 +205,8 @@ class Recovery:
                 )
         buffers = _BufferPlan(self.host, state, may_lack=may_lack_buffers)
         optimizers = self._optimizers
-        is_whole = "optimizer" in state
-        saved_states = [state["optimizer"], *state["inner_optimizers"]] if is_whole else []
-        merged = [_merged(one, saved) for one, saved in zip(optimizers, saved_states, strict=False)]
+        is_whole = "optimizers" in state
+        merged = [_merged(one, saved) for one, saved in zip(optimizers, state["optimizers"], strict=True)] if is_whole else []
 
         # Load the parts that may still fail, such as a scheduler of the user. On an error, `undo` restores the parts already loaded.
         with ExitStack() as undo:
@@ -239,7 +242,7 @@ class Recovery:
 
     def state_dict(self) -> State:
         return {
-            "optimizer": type(self.optimizer).__name__,
+            "optimizer": self._optimizers_in_words(),
             "now": self.now(),
             "governor": self.lifecycles.governor.state_dict(),
             "snapshots": self._snapshots.state_dict(),
@@ -259,6 +262,9 @@ class Recovery:
         names = self._snapshots.latest_keys(("now", "parameters"))
         self._held = {id(parameter) for name, parameter in self.host.named_parameters(remove_duplicate=False) if name in names}
 
+    def _optimizers_in_words(self) -> str:
+        return " and ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+
     def _check_fits(self, optimizer: str, state: State) -> None:
         """Raise GrowthError unless a saved state fits this model, optimiser, schedule and slots."""
         own = {name: list(parameter.shape) for name, parameter in self.host.named_parameters(remove_duplicate=False)}
@@ -267,11 +273,14 @@ class Recovery:
             if own.get(name) != saved.get(name):
                 there, here = (shapes.get(name, "missing") for shapes in (saved, own))
                 raise GrowthError(f"the saved run is of another model: {name} is {there} in it and {here} here")
-        kind = type(self.optimizer).__name__
+        kind = self._optimizers_in_words()
         if optimizer != kind:
             raise GrowthError(f"the saved run was trained by {optimizer}, and this one has {kind}; use the same optimiser")
-        sizes = [_sizes(groups) for groups in (state["optimizer"]["param_groups"], self.optimizer.param_groups)]
-        if sizes[0] != sizes[1]:
+        there = [_sizes(saved["param_groups"]) for saved in state["optimizers"]]
+        here = [_sizes(one.param_groups) for one in self._optimizers]
+        sizes = next(((one, other) for one, other in zip(there, here, strict=False) if one != other), None)
+        if sizes is not None or len(there) != len(here):
+            sizes = sizes or (there, here)
             raise GrowthError(
                 f"the saved run's optimiser had groups of {sizes[0]} parameters, this one has {sizes[1]}; give it the same groups before "
                 "loading, including those added by add_param_group"

@@ -50,7 +50,7 @@ from esper.growth.host.slots import Slot
 from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.stages import Cost, Stage
 from esper.growth.seeds.blueprints import build_branch, cost_of, get_blueprint, live_parameters
-from esper.growth.seeds.seed import MakeOptimizer, SeedLearner, group_of
+from esper.growth.seeds.learner import MakeOptimizer, Routes, SeedLearner, routes_of
 from esper.growth.seeds.width import CANDIDATE, WidthSeed
 
 if TYPE_CHECKING:  # it imports this module
@@ -414,15 +414,19 @@ def fall_in_a_step(learner: SeedLearner, gradients: Sequence[Tensor], clip: Tens
 
     The optimiser sees the gradients multiplied by `clip`.
     """
-    weights, rate = learner.parameters, learner.rate or 1.0
+    weights, rate = learner.parameters, learner.rate
     seen = [(gradient * clip.to(gradient.dtype)).to(weight.dtype) for weight, gradient in zip(weights, gradients, strict=True)]
-    for group in learner.optimizer.param_groups:
-        group["lr"] = rate
+    learner.set_rates(1.0)
+    if rate == 0:  # a schedule may begin with it
+        rate = 1.0
+        for group in (group for optimizer in learner.optimizers for group in optimizer.param_groups):
+            group["lr"] = rate
     for _ in range(STEPS_ALONG):
         for weight, gradient in zip(weights, seen, strict=True):
             weight.detach().zero_()
             weight.grad = gradient.clone()  # an optimiser may write to it
-        learner.optimizer.step()
+        for optimizer in learner.optimizers:
+            optimizer.step()
     # The weights were zero before the last step, so they are its movement now.
     moved = zip(weights, gradients, strict=True)
     return -torch.stack([(weight.detach().double() * gradient.double()).sum() for weight, gradient in moved]).sum() / rate
@@ -470,9 +474,13 @@ class ProbeRunner:
     """
 
     def __init__(
-        self, slotted: Slotted, lifecycles: Lifecycles[ModuleBackend], optimizer: Optimizer, make: MakeOptimizer | None = None
+        self,
+        slotted: Slotted,
+        lifecycles: Lifecycles[ModuleBackend],
+        optimizers: Sequence[Optimizer],
+        make: MakeOptimizer | None = None,
     ) -> None:
-        self.slotted, self.lifecycles, self.optimizer, self.make = slotted, lifecycles, optimizer, make
+        self.slotted, self.lifecycles, self.optimizers, self.make = slotted, lifecycles, optimizers, make
         self.probe: Probe | None = None  # None unless one was requested for this epoch
 
     def request(self, *, without: Collection[Key] = ()) -> None:
@@ -566,15 +574,16 @@ class ProbeRunner:
         probe, self.probe = self.probe, None
         if probe is None:
             return None
-        groups = self.optimizer.param_groups
         factor = self.lifecycles.config.seed_optimizer.learning_rate_factor * steps / max(reported, 1)
-        return probe.promises({name: factor * float(groups[self._group(name)]["lr"]) for name in self.lifecycles.slots})
+        no_weights = nn.ParameterList()
+        rates = {name: self._routes(name, no_weights).of_slot.learning_rate for name in self.lifecycles.slots}
+        return probe.promises({name: factor * rate for name, rate in rates.items()})
 
-    def _group(self, slot: str) -> int:
-        return group_of(self.optimizer, self.slotted.host.get_submodule(self.slotted.slot(slot).place.module), self.slotted.host)
+    def _routes(self, slot: str, weights: nn.Module) -> Routes:
+        return routes_of(weights, self.optimizers, self.slotted.slot(slot).place.module, self.slotted.host)
 
     def _make_learner(self, slot: str, weights: nn.Module) -> SeedLearner:
-        learner = SeedLearner(weights, self.optimizer, self._group(slot), self.lifecycles.config.seed_optimizer, self.make)
+        learner = SeedLearner(weights, self._routes(slot, weights), self.lifecycles.config.seed_optimizer, self.make)
         learner.loss_unit = self.lifecycles.unit
         return learner
 

@@ -1,4 +1,4 @@
-"""Seeds: modules that grow after a submodule of the host and change its output h to h + alpha·delta(h); and their optimisers.
+"""Seeds: modules that grow after a submodule of the host and change its output h to h + alpha·delta(h).
 
 A blueprint builds the branch of a seed. The blending says how the branch makes the delta:
 
@@ -8,39 +8,21 @@ A blueprint builds the branch of a seed. The blending says how the branch makes 
 
 A branch is zero at birth, so with every blending a seed starts as the identity and has a gradient. A seed with alpha 0 has no effect.
 
-Optimiser. Every seed has its own, a `SeedLearner`: of the same class as the host's, with the settings of one of its parameter groups, and
-with its own gradient clipping. Seeds are not added to the host's optimiser, because new parameters break schedules such as OneCycleLR.
-Every seed starts with a new optimiser, so momentum never passes from one seed to another. Its learning rate rises from near 0: a new Adam
-makes full steps in all weights at once, and the host's loss would jump (docs/log.md).
-
-Loss scale. With a GradScaler, a seed's gradients are unscaled before they are measured, clipped and used. If the scaler skips the host's
-step, the seeds skip theirs. If only a seed's own gradient overflows, only that seed's step is skipped, and the loss scale, which belongs to
-the host, is not lowered. A skipped step changes no weight and no moment. On the CPU it is not made. On a device the test would wait, so it
-is made there and undone there, and fused optimisers skip it there themselves; the count of steps that Adam keeps on the CPU goes on. Only
-the first step of a seed by an optimiser that is not fused is waited for: there is no state yet that could be restored.
-
 Shapes: h and delta are [B, *place.shape].
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import Optimizer
 
-from esper.gradients import GradientStats, unscaled
-from esper.growth.config import GrowthError, SeedOptimizerConfig
+from esper.growth.config import GrowthError
 from esper.growth.host.layout import Place
 from esper.growth.seeds.blueprints import build_branch, get_blueprint
-from esper.parallel import ALONE, Group
-from esper.torch_internals import skips_on_device
 
 Blending = Literal["add", "multiply", "gate"]
 
@@ -129,6 +111,10 @@ class Seed(nn.Module):
         # Autocast computes norms in float32. Convert back, so that the precision of the host does not change.
         return h + (self.alpha * self.delta(h)).to(h.dtype)
 
+    def become(self, modules: Mapping[str, nn.Module]) -> dict[nn.Parameter, Tensor]:
+        """Return own parameter -> the parameter of the host that it becomes a part of. Only a width seed has any."""
+        return {}
+
     def connect(self, patches: Mapping[str, Any], is_connected: bool) -> None:
         """Tell the seed that its slot is connected or not. Only a width seed acts on it: it is not applied by the slot."""
 
@@ -191,223 +177,3 @@ def _make_gate(place: Place, random_seed: int) -> nn.Module:
         torch.manual_seed(random_seed + 1)
         gate = nn.Sequential(nn.Linear(place.width, GATE_WIDTH), nn.ReLU(), nn.Linear(GATE_WIDTH, 1))
     return gate.to(device=place.device, dtype=place.dtype)
-
-
-def reading_waits(tensor: Tensor) -> bool:
-    """Return whether reading the tensor's values waits for a device to finish its queued work."""
-    return tensor.device.type != "cpu"
-
-
-MakeOptimizer = Callable[[list[nn.Parameter], float], Optimizer]  # (parameters, learning rate) -> optimiser of a seed
-
-_PASS_ANOTHER = "pass another one as seed_optimizer=lambda parameters, learning_rate: torch.optim.AdamW(parameters, lr=learning_rate)"
-
-
-class SeedLearner:
-    """Optimiser of one seed.
-
-    `group` is the index of the host optimiser's parameter group whose learning rate the seed follows; an index, because `load_state_dict`
-    of an optimiser replaces its groups. `warmup` is the number of training steps over which the learning rate rises; `tick` counts them.
-    """
-
-    def __init__(
-        self, seed: nn.Module, host: Optimizer, group: int, config: SeedOptimizerConfig, make: MakeOptimizer | None, *, warmup: int = 0
-    ) -> None:
-        self._warmup, self._steps = warmup, 0
-        self.parameters = [parameter for parameter in seed.parameters() if parameter.requires_grad]
-        self.config = config
-        self._host, self._group = host, group
-        self.optimizer = make(self.parameters, self.rate) if make is not None else _like(innermost(host), group, self.parameters)
-        _check_needs_no_closure(self.optimizer)
-        self._norms: list[Tensor] = []  # gradient norms of the steps since the last report, on the device
-        self._skipped: Tensor | int = 0  # steps since the last report that were skipped because of the host's gradient
-        self._stepped: set[nn.Parameter] = set()  # parameters that this object has stepped, so that they have their state
-        self.loss_unit = 1.0  # see LossRange: clipping and health are relative to it
-
-    @property
-    def has_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in self.parameters)
-
-    def step(self, *, scale: Tensor | None = None, found_inf: Tensor | None = None, group: Group = ALONE) -> None:
-        """Make one step by the gradients that are there, which were multiplied by `scale`. They are unscaled and clipped in place.
-
-        `found_inf` is above 0 if the host's own step is skipped on the device. A gradient that is not finite is not used on the CPU and
-        under a loss scale; elsewhere the governor notices its effect.
-        """
-        if group.world_size > 1:
-            _average(self.parameters, group)
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if not gradients:
-            return
-        if scale is not None:
-            for gradient in gradients:
-                gradient.copy_(unscaled(gradient, scale))
-        # Skip the step here if the host skips its own, or if this gradient is not finite, where reading a tensor waits for no device. Wait
-        # in a first step under a loss scale: its state could not be put back.
-        norm = get_total_norm(gradients)
-        is_new = any(one.grad is not None and one not in self._stepped for one in self.parameters)
-        may_read = not reading_waits(norm) or (scale is not None and is_new and not skips_on_device(self.optimizer))
-        if may_read and found_inf is not None and float(found_inf) > 0:
-            self._skipped = self._skipped + 1
-            return
-        self._norms.append(norm)
-        if may_read and not torch.isfinite(norm):
-            return
-        for own in self.optimizer.param_groups:
-            own["lr"] = self.rate * min((self._steps + 1) / (self._warmup + 1), 1.0)
-        if may_read or scale is None:
-            self._clip(norm)
-            self.optimizer.step()
-            self._stepped.update(one for one in self.parameters if one.grad is not None)
-            return
-        # Under a loss scale on a device, decide there. A bad gradient becomes zero, for state that `_undone_where` does not find.
-        is_bad = ~torch.isfinite(norm) if found_inf is None else ~torch.isfinite(norm) | (found_inf.to(norm.device) > 0)
-        self._skipped = self._skipped + (is_bad & torch.isfinite(norm))
-        for gradient in gradients:
-            gradient.masked_fill_(is_bad, 0.0)
-        self._clip(norm.masked_fill(is_bad, 0.0))
-        with (_skipped_where if skips_on_device(self.optimizer) else _undone_where)(is_bad, self.optimizer):
-            self.optimizer.step()
-
-    def _clip(self, norm: Tensor) -> None:
-        if self.config.max_grad_norm is not None:
-            clip_grads_with_norm_(self.parameters, self.config.max_grad_norm * self.loss_unit, norm)
-
-    def tick(self, *, is_skipped: Tensor | bool = False) -> None:
-        """Count a training step for the warm-up. `is_skipped` says that neither the host nor the seed has stepped in it."""
-        self._steps += 1
-        self._skipped = self._skipped + is_skipped
-
-    def zero_grad(self, *, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none=set_to_none)
-
-    @property
-    def rate(self) -> float:
-        """Learning rate of the seed after the warm-up."""
-        return float(self._host.param_groups[self._group]["lr"]) * self.config.learning_rate_factor
-
-    def report(self) -> GradientStats:
-        """Return statistics of the gradients since the last report. Reads from the device once."""
-        *norms, skipped = torch.cat((self._gathered(), self._counted())).tolist()
-        self._norms, self._skipped = [], 0
-        return GradientStats.of(norms, skipped=int(skipped), unit=self.loss_unit)
-
-    def _gathered(self) -> Tensor:
-        """Return the gradient norms as one tensor [steps] on the seed's device."""
-        device = self.parameters[0].device
-        return torch.stack([norm.float() for norm in self._norms]) if self._norms else torch.empty(0, device=device)
-
-    def _counted(self) -> Tensor:
-        """Return the skipped steps as a tensor [1] on the seed's device."""
-        return torch.as_tensor(self._skipped, dtype=torch.float32, device=self.parameters[0].device).reshape(1)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "norms": self._gathered(),
-            "skipped": self._counted(),
-            "steps": self._steps,
-            "warmup": self._warmup,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
-        self._norms = list(state["norms"].to(self.parameters[0].device).unbind())
-        self._skipped = state["skipped"][0].to(self.parameters[0].device)
-        self._steps, self._warmup = state["steps"], state["warmup"]
-        self._stepped.clear()
-        self.zero_grad()
-
-
-@contextmanager
-def _undone_where(is_bad: Tensor, optimizer: Optimizer) -> Iterator[None]:
-    """Make the step inside the `with` block change nothing if `is_bad`, which stays on its device."""
-    kept = [
-        (parameter, parameter.detach().clone(), {name: value.clone() for name, value in _tensors_of(optimizer, parameter, is_bad.device)})
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    ]
-    yield
-    with torch.no_grad():
-        for parameter, weights, state in kept:
-            parameter.copy_(torch.where(is_bad, weights, parameter))
-            for name, value in _tensors_of(optimizer, parameter, is_bad.device):
-                value.copy_(torch.where(is_bad, state.get(name, value), value))
-
-
-@contextmanager
-def _skipped_where(is_bad: Tensor, optimizer: Optimizer) -> Iterator[None]:
-    """Let a fused optimiser skip the step inside the `with` block if `is_bad`, which it reads on the device."""
-    had = {parameter: set(state) for parameter, state in optimizer.state.items()}
-    optimizer.grad_scale, optimizer.found_inf = None, is_bad.float()  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-    # A skipped first step leaves the momentum of SGD uninitialised.
-    for parameter, state in optimizer.state.items():
-        for name in state.keys() - had.get(parameter, set()):
-            if isinstance(state[name], Tensor):
-                state[name].masked_fill_(is_bad, 0.0)
-
-
-def _tensors_of(optimizer: Optimizer, parameter: nn.Parameter, device: torch.device) -> list[tuple[str, Tensor]]:
-    """Return the tensors on a device in the state of a parameter, by name."""
-    state = optimizer.state.get(parameter, {})  # indexing would make an entry
-    return [(name, value) for name, value in state.items() if isinstance(value, Tensor) and value.device == device]
-
-
-def nested(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimiser and those that it wraps, outermost first. Accelerate, Lightning and SAM wrap optimisers."""
-    found = [optimizer]
-    while len(inner := [value for value in vars(found[-1]).values() if isinstance(value, Optimizer)]) == 1 and inner[0] not in found:
-        found.append(inner[0])
-    return found
-
-
-def innermost(optimizer: Optimizer) -> Optimizer:
-    """Return the wrapped optimiser that changes the weights."""
-    return nested(optimizer)[-1]
-
-
-def _average(parameters: list[nn.Parameter], group: Group) -> None:
-    """Average the gradients over all ranks in one transfer, because DistributedDataParallel does not know these parameters.
-
-    A rank without a gradient contributes zeros.
-    """
-    with torch.no_grad():
-        own = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
-        flat = group.sum_(torch.cat([gradient.reshape(-1) for gradient in own])) / group.world_size
-        for parameter, part in zip(parameters, flat.split_with_sizes([gradient.numel() for gradient in own]), strict=True):
-            parameter.grad = part.view_as(parameter).clone()
-
-
-def _like(host: Optimizer, group: int, parameters: list[nn.Parameter]) -> Optimizer:
-    """Make an optimiser of the host's class with the settings of one of its groups."""
-    kind, settings = type(host), host.param_groups[group]
-    accepted = inspect.signature(kind).parameters
-    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
-    try:
-        return kind(parameters, **{name: settings[name] for name in host.defaults if name in settings and (takes_all or name in accepted)})
-    except Exception as error:
-        raise GrowthError(f"an optimiser for seeds cannot be made like the host's ({kind.__name__}): {error}; {_PASS_ANOTHER}") from error
-
-
-def _check_needs_no_closure(optimizer: Optimizer) -> None:
-    """Raise a GrowthError if the optimiser's `step` requires a closure."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise GrowthError(f"{type(optimizer).__name__} computes the loss itself in every step, which seeds cannot do; {_PASS_ANOTHER}")
-
-
-def group_of(optimizer: Optimizer, module: nn.Module, host: nn.Module) -> int:
-    """Return the index of the first group with a parameter of the submodule; if none has one, of the first with one of the host; else 0."""
-
-    def find(parameters: Iterable[nn.Parameter]) -> int | None:
-        wanted = {id(parameter) for parameter in parameters}
-        found = (index for index, group in enumerate(optimizer.param_groups) if any(id(one) in wanted for one in group["params"]))
-        return next(found, None)
-
-    own = find(module.parameters())
-    anywhere = find(host.parameters()) if own is None else own
-    return 0 if anywhere is None else anywhere

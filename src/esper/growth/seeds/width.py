@@ -1,4 +1,4 @@
-"""Width seeds: new units beside those of the host, with the blocks of weights that connect them; and folding them into the host's layers.
+"""Width seeds: new units beside those of the host, with the blocks of weights that connect them.
 
 A layer that reads k new inputs and makes k' new outputs beside its own is the wider layer, block by block:
 
@@ -14,7 +14,7 @@ host's own code. Tensors are [host's units, units of the first seed, units of th
 
 A kept seed is joined: it is computed together with its layers, as one layer with all weights. This is faster, and rounds differently.
 
-`fold` turns the blocks into rows and columns of the host's own weights. Then nothing of the seed is left but a wider layer.
+`esper.growth.seeds.folding` turns the blocks into rows and columns of the host's own weights.
 
 Shapes: k = new units of one seed.
 """
@@ -41,11 +41,10 @@ from torch.nn.functional import (
     pad,
 )
 from torch.nn.utils.parametrizations import weight_norm
-from torch.optim import Optimizer
 
 from esper.growth.host.layout import Place, Through, Units
 from esper.growth.host.slots import WidePatch
-from esper.growth.host.units import LAYERS, WEIGHT_NORM, Layer, axis_of, has_weight_norm, layer_of, part_of, tensors_of
+from esper.growth.host.units import LAYERS, Layer, axis_of, has_weight_norm, layer_of, part_of, tensors_of
 from esper.growth.seeds.blueprints import get_blueprint, widened_by
 from esper.growth.seeds.seed import Blending, Seed, SeedSpec, WidePlan
 from esper.torch_internals import DropoutBase
@@ -233,6 +232,14 @@ class WidthSeed(Seed):
             blueprint, place.kind, place.shape, place.is_causal, blending, batch_axis=place.batch_axis, wide=tuple(plan), order=order
         )
 
+    def become(self, modules: Mapping[str, nn.Module]) -> dict[nn.Parameter, Tensor]:
+        found = dict[nn.Parameter, Tensor]()
+        for plan, part in zip(self.spec.wide, self.parts, strict=True):
+            of_host = tensors_of(modules[plan.module])
+            for module in part.children():
+                found |= {parameter: of_host[name] for name, parameter in module.named_parameters() if name in of_host}
+        return found
+
     def forward(self, h: Tensor) -> Tensor:
         return h  # the patches of the host's modules apply the seed
 
@@ -418,199 +425,3 @@ class _WithDenseGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0].clone(memory_format=torch.preserve_format)
-
-
-# Folding
-
-
-def fold(
-    modules: Mapping[str, nn.Module],
-    seeds: Sequence[WidthSeed],
-    optimizers: Mapping[Seed, Optimizer] | None = None,
-    into: Optimizer | None = None,
-) -> Callable[[], None]:
-    """Make the new units part of the host's own layers. The parameters stay the same objects, with more rows and columns.
-
-    `seeds` must be in the order of their units, and disconnected now. `optimizers` are those of the seeds, `into` that of the host: its
-    state for every parameter grows with the parameter. Blocks between the units of two seeds that do not read each other are new and zero.
-    Return a function that undoes the fold. An error leaves everything as it was.
-    """
-    names = list(dict.fromkeys(plan.module for seed in seeds for plan in seed.spec.wide))
-    before = [(modules[name], sizes_of(modules[name]), _tensors(modules[name])) for name in names]
-    state = {} if into is None else into.state
-    states = [(state[tensor], dict(state[tensor])) for _, _, some in before for tensor, _ in some if tensor in state]
-
-    def undo() -> None:
-        for module, sizes, tensors in before:
-            vars(module).update(sizes)
-            for tensor, data in tensors:
-                tensor.data = data
-        for present, values in states:
-            present.update(values)
-
-    try:
-        for name in names:
-            grown = [
-                (seed, (optimizers or {}).get(seed), plan, part)
-                for seed in seeds
-                for plan, part in zip(seed.spec.wide, seed.parts, strict=True)
-                if plan.module == name
-            ]
-            if part_of(modules[name]) == "own" or has_weight_norm(modules[name]):
-                _fold_own(
-                    modules[name], [part.own or part.new for _, _, _, part in grown], [optimizer for _, optimizer, _, _ in grown], into
-                )
-            else:
-                _fold_layer(layer_of(modules[name]), grown, into)
-    except BaseException:
-        undo()
-        raise
-    return undo
-
-
-_SIZES = (
-    "in_features",
-    "out_features",
-    "in_channels",
-    "out_channels",
-    "groups",
-    "num_features",
-    "num_channels",
-    "num_groups",
-    "num_parameters",
-)
-
-
-def sizes_of(module: nn.Module) -> dict[str, int]:
-    return {name: vars(module)[name] for name in _SIZES if name in vars(module)}
-
-
-def _tensors(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    return [(tensor, tensor.data) for tensor in tensors_of(module).values()]
-
-
-def widen_to(modules: Mapping[str, nn.Module], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Widen the layers of a host, with zeros, to the shapes of a folded model. `shapes` are those of its state dict, by name.
-
-    Only layers, and modules with weights for each unit, can be wider. Others stay as they are, and so do those whose shapes fit.
-    """
-    for name, module in modules.items():
-        prefix, own = f"{name}." if name else "", tensors_of(module)
-        key = next(
-            (key for key in ("weight", f"{WEIGHT_NORM}.original1", "running_mean") if key in own and f"{prefix}{key}" in shapes), None
-        )
-        if key is None or tuple(shapes[f"{prefix}{key}"]) == tuple(own[key].shape) or part_of(module) in (None, "passed"):
-            continue
-        wanted, now = shapes[f"{prefix}{key}"], own[key].shape
-        is_layer = part_of(module) == "layer"
-        if len(wanted) != len(now) or any(
-            new < old or (new > old and axis > (1 if is_layer else 0)) for axis, (new, old) in enumerate(zip(wanted, now, strict=True))
-        ):
-            continue
-        for key, tensor in own.items():
-            if tensor.ndim and f"{prefix}{key}" in shapes:
-                _widen(tensor, tuple(shapes[f"{prefix}{key}"]), [], None)
-        sizes = sizes_of(module)
-        if is_layer:
-            outputs, inputs = wanted[:2]
-            names = ("out_features", "in_features") if isinstance(module, nn.Linear) else ("out_channels", "in_channels")
-            vars(module).update(zip(names, (outputs, inputs), strict=True))
-        else:
-            vars(module).update({key: size * wanted[0] // now[0] for key, size in sizes.items()})
-
-
-Block = tuple[Tensor, Optimizer | None, float | Tensor, tuple[slice, ...]]  # source, its optimiser, factor, and where it goes
-
-
-def _fold_layer(module: Layer, grown: Sequence[tuple[WidthSeed, Optimizer | None, WidePlan, WidePart]], into: Optimizer | None) -> None:
-    """Add rows and columns to the weight of a layer, and rows to its bias."""
-    outputs, inputs = module.weight.shape[:2]
-    blocks: list[Block] = []
-    biases: list[Block] = []
-    row, column = outputs, inputs
-    for seed, optimizer, plan, part in grown:
-        rows, columns = slice(row, row + plan.outputs), slice(column, column + plan.inputs)
-        if part.new is not None:
-            blocks.append((part.new.weight, optimizer, 1.0, (rows, slice(0, inputs + plan.seen_inputs))))
-            if part.new.bias is not None:
-                biases.append((part.new.bias, optimizer, 1.0, (rows,)))
-        if part.back is not None:
-            blocks.append((part.back.weight, optimizer, seed.alpha, (slice(0, outputs + plan.seen_outputs), columns)))
-        if part.inner is not None:
-            blocks.append((part.inner.weight, optimizer, 1.0, (rows, columns)))
-        row, column = row + plan.outputs, column + plan.inputs
-    _widen(module.weight, (row, column, *module.weight.shape[2:]), blocks, into)
-    if module.bias is not None and row > outputs:
-        _widen(module.bias, (row,), biases, into)
-    if isinstance(module, nn.Linear):
-        module.in_features, module.out_features = column, row
-    else:
-        module.in_channels, module.out_channels = column, row
-
-
-def _fold_own(module: nn.Module, copies: Sequence[Any], optimizers: Sequence[Optimizer | None], into: Optimizer | None) -> None:
-    """Put the copies of a module for new units behind its own weights and statistics. Those of a layer with a weight norm are rows."""
-    tensors = [tensors_of(copied) for copied in copies]
-    for name, tensor in tensors_of(module).items():
-        if tensor.ndim == 0:
-            continue
-        parts = [own[name] for own in tensors]
-        start, blocks = tensor.shape[0], list[Block]()
-        for part, optimizer in zip(parts, optimizers, strict=True):
-            blocks.append((part, optimizer, 1.0, (slice(start, start + part.shape[0]),)))
-            start += part.shape[0]
-        _widen(tensor, (start, *tensor.shape[1:]), blocks, into)
-    for name, size in sizes_of(module).items():
-        if part_of(module) == "own" or name.startswith("out_"):
-            vars(module)[name] = size + sum(getattr(copied, name) for copied in copies)
-
-
-def _widen(tensor: Tensor, shape: Sequence[int], blocks: Sequence[Block], into: Optimizer | None) -> None:
-    """Give a tensor a larger shape in place: its own values in the first corner, the blocks where they belong, and zeros elsewhere."""
-    own = tuple(slice(0, size) for size in tensor.shape)
-    wide = tensor.new_zeros(shape)
-    if tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last):
-        wide = wide.to(memory_format=torch.channels_last)
-    wide[own] = tensor.detach()
-    for source, _, factor, where in blocks:
-        wide[where] = source.detach() * factor
-    state = None if into is None or not isinstance(tensor, nn.Parameter) else into.state.get(tensor)
-    if state:
-        for key, value in list(state.items()):
-            if isinstance(value, Tensor) and value.shape == tensor.shape:
-                moments = value.new_zeros(shape)
-                moments[own] = value
-                for source, optimizer, factor, where in blocks:
-                    if optimizer is not None and source in optimizer.state:
-                        moments[where] = _moments(key, optimizer.state[source], state, optimizer.param_groups[0], float(factor))
-                state[key] = moments
-    set_data(tensor, wide)
-
-
-def set_data(tensor: Tensor, data: Tensor) -> None:
-    """Replace the values of a tensor in place. The new ones may have another shape.
-
-    Autograd may still hold the object that adds up gradients of the former shape. It drops this object when the dtype changes, so the dtype
-    is changed for a moment.
-    """
-    tensor.grad = None
-    if tensor.is_floating_point():
-        tensor.data = data.to(torch.float32 if data.dtype == torch.float64 else torch.float64)
-    tensor.data = data
-
-
-def _moments(key: str, given: Mapping[str, Any], host: Mapping[str, Any], group: Mapping[str, Any], factor: float) -> Tensor:
-    """Return an optimiser's statistic of a block in the unit and with the bias correction of the host's.
-
-    A weight that is multiplied by `factor` has a gradient divided by it. Adam divides its averages by 1 − beta^steps; a seed has made fewer
-    steps than the host, so its averages are multiplied by the ratio of both.
-    """
-    value: Tensor = torch.as_tensor(given[key])
-    power = 2 if key in ("exp_avg_sq", "max_exp_avg_sq", "square_avg") else 1
-    value = value / factor**power if factor else torch.zeros_like(value)
-    index = {"exp_avg": 0, "exp_avg_sq": 1, "max_exp_avg_sq": 1}.get(key)
-    if index is None or "betas" not in group or "step" not in given:
-        return value
-    beta = float(group["betas"][index])
-    ratio: float = (1 - beta ** float(host["step"])) / (1 - beta ** float(given["step"]))
-    return value * ratio
