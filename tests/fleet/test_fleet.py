@@ -525,7 +525,7 @@ def test_events_of_every_host_have_its_row() -> None:
 @pytest.mark.slow
 def test_validation_runs_in_inference_mode() -> None:
     fleet = make_fleet(host_settings(2))
-    losses = losses_of(fleet.stacked_model(range(2)), fleet.samples)
+    losses = losses_of(fleet.stacked_model(range(2)), fleet.samples).of_batches
     assert losses.is_inference()
     fleet.advance()  # and nothing of it is in the way of training
 

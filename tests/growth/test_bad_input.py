@@ -246,9 +246,9 @@ CASES = {
     "unknown blueprint": (lambda f: start(folder=f, config=config(blueprints=("mpl",), **NAMED)), ValueError, "did you mean 'mlp'"),
     "no fitting blueprint": (lambda f: start(folder=f, config=config(blueprints=("conv3x3",), **NAMED)), GrowthError, "fits into any slot"),
     "a loss that is a vector": (
-        lambda f: start(folder=f, loss=lambda out, y: cross_entropy(out, y, reduction="none")),
+        lambda f: start(folder=f, loss=lambda out, y: out),
         GrowthError,
-        r"is a tensor of shape \[8\]; take its mean",
+        r"is a tensor of shape \[8, 3\]; take its mean, or return one loss for each of the 8 samples",
     ),
     "a loss that is a float": (lambda f: start(folder=f, loss=lambda out, y: 1.0), GrowthError, r"is a float; .* without .item\(\)"),
     "no loss": (lambda f: start(folder=f, loss=None), GrowthError, "pass either loss_fn, for batches of"),
@@ -431,9 +431,12 @@ def test_after_epoch_without_a_function_is_refused_and_changes_nothing(given: ob
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (0.5, r"evaluate\(\) gave a float; .* the loss of every validation batch"),
+        (0.5, r"evaluate\(\) gave a float; .* an item for every validation batch"),
         (None, r"evaluate\(\) gave None; "),
-        ([torch.zeros(3)], r"evaluate\(\) gave a tensor of shape \[3\] for a batch"),
+        ([torch.zeros(3, 2)], r"evaluate\(\) gave losses of shape \[3, 2\] for a batch"),
+        ([torch.zeros(3), torch.tensor(1.0)], "losses of samples for one batch, and the loss of a whole batch for another"),
+        ([(torch.zeros(3), ["a", "b"])], "3 losses of samples with 2 keys of their groups; give one key for each"),
+        ([(torch.zeros(3), 4)], "3 losses of samples with 0 keys"),
         (["low"], r"evaluate\(\) gave a str for a batch"),
     ],
 )

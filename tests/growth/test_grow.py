@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,15 +28,17 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DataLoader, TensorDataset
 
 import esper
-from esper.growth import Diverged, GrowthError, Planned, grow
+from esper.growth import Diverged, Grown, GrowthError, Planned, grow
+from esper.growth.batches import PairLoss
 from esper.growth.config import GovernorConfig, RentConfig
 from esper.growth.controllers.heuristic import judge
 from esper.growth.events import EpochEnded
-from esper.growth.lifecycle.stages import Contribution, Decision, Fossilize, Germinate, GrowthState
+from esper.growth.lifecycle.stages import Contribution, Decision, Germinate, GrowthState, Prune
 from esper.growth.report.html import write_report
 from esper.growth.report.story import read_story
 from esper.growth.seeds.shadow import Shadow
-from esper.growth.training_loop import move
+from esper.growth.training import default_optimizer, training_config
+from esper.growth.training_loop import Training, move, step_loss_of
 from esper.runs import EventLog, read
 from esper.runs.folder import EVENTS, RunError
 from esper.statistics import Interval
@@ -306,37 +309,81 @@ def test_the_validation_loss_is_the_mean_over_samples_whatever_the_batches() -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("batches", "is_noted"), [(1, True), (2, False)])
-def test_one_validation_batch_is_noted_and_its_interval_is_infinite_everywhere(batches: int, is_noted: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("unit", ["batches", "samples"])
+def test_one_validation_batch_gives_an_interval_only_by_samples_and_otherwise_says_so(unit: str, tmp_path: Path) -> None:
     """In events, in the checkpoint that the run goes on from, and in the ledger."""
     data = make_data(6)
-    rounds = [(torch.cat([x for x, _ in part]), torch.cat([y for _, y in part])) for part in (data[:3], data[3:])]
-    val = rounds if batches == 2 else [(torch.cat([x for x, _ in rounds]), torch.cat([y for _, y in rounds]))]
+    val = [(torch.cat([x for x, _ in data]), torch.cat([y for _, y in data]))]
+    losses = (
+        {"step_loss": lambda model, batch: cross_entropy(model(batch[0]), batch[1])} if unit == "batches" else {"loss_fn": cross_entropy}
+    )
 
-    def run(epochs: int, *, resume: bool = False):
+    def run(epochs: int, *, resume: bool = False) -> Grown:
         controller = Script({1: [Germinate(slot="first", reason="test", blueprint="mlp")]})
         options = {"controller": controller, "config": config(**NAMED), "run": tmp_path / "run", "resume": resume}
-        return grow(make_host(), data, val, cross_entropy, epochs=epochs, **options)
+        return grow(make_host(), data, val, epochs=epochs, **losses, **options)
 
     run(4)
-    grown = run(5, resume=True)
-    (entry,) = grown.ledger.seeds
-    assert (entry.gain_low == -math.inf and entry.gain_high == math.inf) == is_noted
+    (entry,) = run(5, resume=True).ledger.seeds
     assert math.isfinite(entry.gain)
-    assert "nan" not in grown.ledger.table()
+    assert (entry.gain_low == -math.inf and entry.gain_high == math.inf) == (unit == "batches")
     events = [record.event for record in read(tmp_path / "run" / EVENTS)]
-    assert [bool(event.note) for event in events if event.kind == "growth_started"] == [is_noted, is_noted]
-    measured = [event for event in events if event.kind == "measured"]
-    assert measured
-    assert all((event.gain_low == -math.inf) == is_noted for event in measured)
+    notes = [event.note for event in events if event.kind == "growth_started"]
+    assert all(
+        ("a single batch decides nothing: no seed can be kept; return the loss of every" in note) == (unit == "batches") for note in notes
+    )
+    measured = [(event.unit, event.count) for event in events if event.kind == "measured"]
+    assert set(measured) == {("batches", 1) if unit == "batches" else ("samples", 48)}
 
 
-def test_a_gain_with_an_infinite_interval_decides_only_at_the_end() -> None:
+@pytest.mark.parametrize(
+    ("loss_fn", "unit"),
+    [
+        (cross_entropy, "samples"),
+        (nn.CrossEntropyLoss(), "samples"),
+        (lambda out, y: cross_entropy(out, y), "samples"),
+        (lambda out, y: cross_entropy(out[y >= 0], y[y >= 0]), "samples"),  # vmap cannot run it
+        (lambda out, y: cross_entropy(out, y, reduction="none"), "samples"),
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0])), "batches"),
+        (nn.CrossEntropyLoss(reduction="sum"), "batches"),
+        (lambda out, y: cross_entropy(out - out.mean(0), y), "batches"),
+    ],
+)
+def test_samples_are_scored_one_by_one_where_their_mean_is_the_loss_of_the_batch(loss_fn: Any, unit: str) -> None:
+    val = [(torch.cat([x, x[:3]]), torch.cat([y, y[:3]])) if number == 1 else (x, y) for number, (x, y) in enumerate(make_data(3))]
+    training = Training(
+        make_host(), make_data(1), val, step_loss_of(loss_fn, None), epochs=1,
+        make_optimizer=default_optimizer, make_scheduler=None, config=training_config(),
+    )  # fmt: skip
+    found, _, _ = training._first_look()
+    assert found.unit == unit
+    model = training.model.eval()
+    with torch.no_grad():
+        losses = torch.cat([cross_entropy(model(x), y, reduction="none") for x, y in val])
+    if unit == "samples":
+        assert found.values == pytest.approx(losses.tolist(), rel=1e-5)
+        assert found.batches == [8, 11, 8]
+    else:
+        assert found.samples == [8, 11, 8]
+
+
+def test_the_positions_of_a_sequence_are_one_sample() -> None:
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randn(4, 5, 6, generator=generator), torch.randint(0, 3, (4, 5), generator=generator)
+    losses = PairLoss(lambda out, y: cross_entropy(out.flatten(0, 1), y.flatten()))
+    loss, by_sample = losses.with_samples(nn.Linear(6, 3), batch)
+    assert by_sample is not None
+    assert by_sample.shape == (4,)
+    torch.testing.assert_close(by_sample.mean(), loss)
+
+
+def test_a_seed_is_not_kept_on_an_estimate() -> None:
     measured = Contribution(Interval(0.5, -math.inf, math.inf), epoch=3)
     assert judge("first", measured, 0.1, may_prune=True, is_last=False) == []
     assert judge("first", measured, 0.9, may_prune=True, is_last=False) == []
-    (action,) = judge("first", measured, 0.1, may_prune=True, is_last=True)
-    assert isinstance(action, Fossilize)
+    (action,) = judge("first", measured, 0.1, may_prune=True, is_last=True, undecided="its interval is too wide")
+    assert isinstance(action, Prune)
+    assert action.reason.endswith("its rent is 0.1000; its interval is too wide")
 
 
 class Interrupted:

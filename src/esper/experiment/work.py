@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 
 from esper.experiment.config import GrowTaskConfig
 from esper.experiment.user_code import find_function, make_loaders, make_model
-from esper.growth.batches import StepLoss
+from esper.growth.batches import StepLoss, size_of
 from esper.growth.config import GrowthError, TrainingConfig
 from esper.growth.metrics import Metric, accuracy
-from esper.growth.training_loop import Training, move, size_of, step_loss_of
+from esper.growth.training_loop import Training, move, step_loss_of
 from esper.tasks import load_task
 
 

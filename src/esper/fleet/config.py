@@ -24,7 +24,7 @@ class FleetConfig(Config):
     batch_size: Count = 64  # training samples per host and step
     steps_per_decision: PositiveInt | None = None  # training steps between two decisions; None: once through the training data
     validation_samples: PositiveInt | None = None  # number of validation samples, taken from the start; None: all
-    validation_batch: Count = 128  # samples of one validation batch; contributions are paired over these batches
+    validation_batch: Count = 128  # samples of one validation batch; hosts without a seed on trial are read by batch
     optimizer: Literal["adamw", "sgd"] = "adamw"  # of hosts and seeds
     weight_decay: NonNegativeFloat = 0.01
     momentum: Fraction = 0.9  # of sgd

@@ -473,9 +473,11 @@ class Fleet:
             for slot in on_trial:
                 trials[slot].append(position)
             self.rows[row].note_validation(samples=len(self.samples), passes=1 + len(on_trial))
-        reading.add("validation", losses_of(stacked_model, self.samples))
+        found = losses_of(stacked_model, self.samples, by_sample=sorted({one for positions in trials.values() for one in positions}))
+        reading.add("validation", found.of_batches)
+        reading.add("on trial", found.of_samples)
         for slot, losses in losses_without(stacked_model, self.samples, trials).items():
-            reading.add(f"without {slot}", losses)
+            reading.add(f"without {slot}", losses.of_samples)
         reading.add("finite", are_finite(stacked_model, self.host.rows.parameters.layout.shapes, len(rows)))
         return trials
 
@@ -483,18 +485,26 @@ class Fleet:
         self, rows: list[int], found: Mapping[str, Tensor], trials: Mapping[str, list[int]], promises: Mapping[int, Promises]
     ) -> None:
         """End the epoch of every host with the measurements as read from the device."""
-        sizes = [float(size) for size in self.samples.sizes]
-        validation = found["validation"].T.tolist()  # [A, V]
+        # Hosts with a seed on trial are measured by sample, as by `grow`, and all others by batch.
+        sizes, batches = [float(size) for size in self.samples.sizes], self.samples.sizes
+
+        def by_sample(values: list[float]) -> Losses:
+            return Losses(values, [1.0] * len(values), "samples", batches=batches)
+
+        validation = [Losses(values, sizes) for values in found["validation"].T.tolist()]  # of A hosts
+        on_trial = sorted({one for positions in trials.values() for one in positions})
+        for position, values in zip(on_trial, found["on trial"].T.tolist(), strict=True):
+            validation[position] = by_sample(values)
         without: dict[int, dict[str, Losses]] = defaultdict(dict)
         for slot, positions in trials.items():
             for position, values in zip(positions, found[f"without {slot}"].T.tolist(), strict=True):
-                without[position][slot] = Losses(values, sizes)
+                without[position][slot] = by_sample(values)
         chunks = chunk_means(found["losses"], self.growth.governor.checks_per_epoch).T.tolist()  # [A, checks]
         is_finite = found["finite"].tolist()
         for position, row in enumerate(rows):
             host = self.rows[row]
             host.recovery.is_finite = bool(is_finite[position])
-            host.end_epoch(chunks[position], Losses(validation[position], sizes), without[position], promises.get(position))
+            host.end_epoch(chunks[position], validation[position], without[position], promises.get(position))
         self._pending.carry_out(self._snapshots)
         self._pending_best.carry_out(self._best)
 

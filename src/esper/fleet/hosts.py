@@ -32,8 +32,8 @@ from esper.growth.lifecycle.decisions import carry_out
 from esper.growth.lifecycle.ledger import Ledger
 from esper.growth.lifecycle.lifecycles import Lifecycles
 from esper.growth.lifecycle.snapshots import BestStates, Snapshot, SnapshotHistory
-from esper.growth.lifecycle.stages import Contribution, Decision, Stage
-from esper.growth.measure.contribution import Losses, gain_of
+from esper.growth.lifecycle.stages import Decision, Stage
+from esper.growth.measure.contribution import Losses, contribution_of
 from esper.growth.measure.probe import Key, Promises
 from esper.growth.seeds.seed import WidePlan
 from esper.growth.seeds.width import IN_SHADOW, kept_units, next_order, plan_in, why_not_removed
@@ -391,8 +391,10 @@ class Host:
         measured = {}
         if validation.are_finite:
             confidences = lifecycles.on_trial()
-            gains = {slot: gain_of(losses, validation, confidence=confidences[slot]) for slot, losses in without.items()}
-            measured = {slot: Contribution(gain, lifecycles.epoch + 1) for slot, gain in gains.items()}
+            measured = {
+                slot: contribution_of(losses, validation, lifecycles.epoch + 1, confidence=confidences[slot])
+                for slot, losses in without.items()
+            }
         verdict = lifecycles.verdict(chunks, validation.mean)
         lifecycles.end_epoch(chunks, validation.mean, measured, promises)
         self.wants_probe = False

@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,29 +56,40 @@ class Samples:
         return len(self.targets)
 
 
+class HostLosses(NamedTuple):
+    """Validation losses of hosts, all of which see the same samples."""
+
+    of_batches: Tensor  # [V, A] means
+    of_samples: Tensor  # [M, R] of the hosts that were asked for
+
+
 @torch.inference_mode()
-def losses_of(stacked_model: StackedModel, samples: Samples) -> Tensor:
-    """Return the mean loss of every host on every batch [V, A]. All hosts see the same samples."""
-    found: list[Tensor] = []
-    hosts = len(next(iter(stacked_model.tensors.values())))
+def losses_of(stacked_model: StackedModel, samples: Samples, *, by_sample: Sequence[int] = ()) -> HostLosses:
+    """Return the mean loss of every host on every batch, and the losses of all samples of the hosts at the positions `by_sample`."""
+    of_batches, of_samples = list[Tensor](), list[Tensor]()
+    weights = next(iter(stacked_model.tensors.values()))
+    hosts, index = len(weights), upload(list(by_sample), weights.device, torch.long)
     for inputs, targets in samples.passes():
         shared = (tensor.unsqueeze(1).expand(-1, hosts, *tensor.shape[1:]) for tensor in (inputs, targets))
         each = stacked_model.losses_of_samples(*shared, training=False)
-        found += [batch.mean(0) for batch in torch.split(each, samples.batch_size)]
-    return torch.stack(found)
+        of_batches += [batch.mean(0) for batch in torch.split(each, samples.batch_size)]
+        of_samples.append(each.index_select(1, index))
+    return HostLosses(torch.stack(of_batches), torch.cat(of_samples))
 
 
-def losses_without(stacked_model: StackedModel, samples: Samples, trials: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """Return for each slot the losses [V, R] of the hosts with a seed on trial there, without that seed.
+def losses_without(stacked_model: StackedModel, samples: Samples, trials: Mapping[str, Sequence[int]]) -> dict[str, HostLosses]:
+    """Return for each slot the losses of the hosts with a seed on trial there, without that seed.
 
     `trials` maps a slot to the positions of these hosts.
     """
-    return {slot: losses_of(part_of(stacked_model, hosts, without=slot), samples) for slot, hosts in trials.items()}
+    return {
+        slot: losses_of(part_of(stacked_model, hosts, without=slot), samples, by_sample=range(len(hosts))) for slot, hosts in trials.items()
+    }
 
 
 def mean_losses(stacked_model: StackedModel, samples: Samples) -> Tensor:
     """Return the mean loss of every host on all samples [A], on the CPU."""
-    return _mean_over_samples(losses_of(stacked_model, samples), samples)
+    return _mean_over_samples(losses_of(stacked_model, samples).of_batches, samples)
 
 
 def contributions(stacked_model: StackedModel, samples: Samples, seeds: Mapping[str, Sequence[int]]) -> Tensor:
@@ -88,7 +100,7 @@ def contributions(stacked_model: StackedModel, samples: Samples, seeds: Mapping[
     whole = mean_losses(stacked_model, samples)
     total = torch.zeros_like(whole)
     for slot, losses in losses_without(stacked_model, samples, seeds).items():
-        total[seeds[slot]] += _mean_over_samples(losses, samples) - whole[seeds[slot]]
+        total[seeds[slot]] += _mean_over_samples(losses.of_batches, samples) - whole[seeds[slot]]
     return total
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from esper.growth.arguments import check_precision
-from esper.growth.batches import LossFunction, StepLoss
+from esper.growth.batches import LossFunction, StepLoss, size_of
 from esper.growth.config import GrowthError
 from esper.growth.grower import Grower
 from esper.growth.host.isolation import isolated, unwrap
@@ -34,7 +34,7 @@ from esper.growth.metrics import Metric, MetricSums, check_functions
 from esper.growth.run import Grown
 from esper.growth.seeds.blueprints import cost_of, get_blueprint
 from esper.growth.seeds.seed import Seed
-from esper.growth.training_loop import checked, device_of, move, size_of, step_loss_of
+from esper.growth.training_loop import checked, device_of, move, step_loss_of
 from esper.runs.analysis import AnalysedSeed, Analysis, Estimate, Interaction, MeasureResult, write_analysis
 from esper.shapley import EXACT_UP_TO, GROUPS, Coalition, OrderPlan, plan_orders, solve
 
@@ -135,7 +135,7 @@ def analyse(
                     for name in found.keys() - on:
                         off.enter_context(found[name].off())
                     off.enter_context(sums.recording())
-                    values[LOSS][on] = checked(loss(module, batch)).detach().double().reshape(())
+                    values[LOSS][on] = checked(loss(module, batch), size_of(batch)).detach().double().mean()
                     sums.note(batch, size_of(batch), where=f"batch {len(sizes)} of the validation loader")
                 for name, value in sums.means().items():
                     values[name][on] = value

@@ -1,15 +1,18 @@
 """Look at the data of `grow`: check the loaders, explain errors in data, model or loss, and find what the model is called with.
 
-`ConstantPredictor` computes the loss of a model that gives all samples the same output, with which losses are compared.
+`PairLoss` makes the loss of a batch from a loss function, and the losses of its samples where the function can be applied to them one by
+one. `ConstantPredictor` computes the loss of a model that gives all samples the same output, with which losses are compared.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +22,7 @@ from esper.growth.config import GrowthError
 from esper.growth.host.slots import tensors_in
 
 LossFunction = Callable[[Any, Any], Tensor]  # (outputs, targets)
-StepLoss = Callable[[nn.Module, Any], Tensor]  # (model, batch)
+StepLoss = Callable[[nn.Module, Any], Tensor]  # (model, batch); returns one loss, or one per sample
 
 IN_MODEL, IN_LOSS = "the model cannot run the inputs", "loss_fn fails"  # how the notes begin that `step_loss_of` adds to errors
 
@@ -93,6 +96,97 @@ class Listener:
     def stop(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+class PairLoss:
+    """The loss of a batch (inputs, targets) by `loss_fn(outputs, targets)`, as a step loss, and the losses of the batch's samples."""
+
+    def __init__(self, loss_fn: LossFunction) -> None:
+        self.loss_fn = loss_fn
+        # Ways to get the losses of the samples, fastest first. One that fails is dropped.
+        self._ways = [way for way in (_unreduced(loss_fn), self._by_vmap, self._one_by_one) if way is not None]
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        return self._computed(model, batch)[0]
+
+    def with_samples(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the loss of a batch, and the losses [B] of its samples; None where they cannot be computed one by one.
+
+        Nothing says that the mean of the samples is the loss of the batch: that is so for a mean over samples, but not for a sum or for
+        classes with weights. The caller has to compare.
+        """
+        loss, outputs, targets = self._computed(model, batch)
+        is_by_sample = isinstance(outputs, Tensor) and isinstance(targets, Tensor) and min(outputs.ndim, targets.ndim) > 0
+        if not is_by_sample or not len(outputs) == len(targets) == size_of(batch):
+            return loss, None
+        while self._ways:
+            try:
+                return loss, self._ways[0](outputs, targets).detach().reshape(len(outputs), -1).mean(1)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # such as a function that vmap cannot run, or one that needs the whole batch
+                self._ways.pop(0)
+        return loss, None
+
+    def _computed(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]:
+        """Return the loss, the outputs and the targets of a batch. Errors get a note that says where they were raised."""
+        inputs, targets = pair_of(batch)
+        try:
+            outputs = model(inputs)
+        except Exception as error:
+            error.add_note(f"{IN_MODEL} ({described(inputs)})")
+            raise
+        if not isinstance(outputs, Tensor):
+            raise GrowthError(
+                f"the model returns a {type(outputs).__name__}, and loss_fn expects a tensor; "
+                "pass step_loss=lambda model, batch: ... which computes the loss from it"
+            )
+        try:
+            return self.loss_fn(outputs, targets), outputs, targets
+        except Exception as error:
+            error.add_note(f"{IN_LOSS}, with outputs {described(outputs)} and targets {described(targets)}")
+            raise
+
+    def _by_vmap(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses: Tensor = torch.func.vmap(self.loss_fn)(outputs.unsqueeze(1), targets.unsqueeze(1))
+        return losses
+
+    def _one_by_one(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        pairs = zip(torch.split(outputs, 1), torch.split(targets, 1), strict=True)
+        return torch.stack([self.loss_fn(output, target) for output, target in pairs])
+
+
+def _unreduced(loss_fn: LossFunction) -> LossFunction | None:
+    """Return the loss function without its mean over the batch, if it has an option for that, as those of torch."""
+    if isinstance(loss_fn, nn.Module) and hasattr(loss_fn, "reduction"):
+        unreduced = copy.copy(loss_fn)
+        vars(unreduced)["reduction"] = "none"
+        return unreduced
+    try:
+        has_option = "reduction" in inspect.signature(loss_fn).parameters
+    except (TypeError, ValueError):  # some built-in functions have no signature
+        return None
+    return partial(cast(Callable[..., Tensor], loss_fn), reduction="none") if has_option else None
+
+
+def pair_of(batch: Any) -> tuple[Any, Any]:
+    """Return inputs and targets of a batch. Raise a GrowthError if it is not a pair."""
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    # Describe the batch, and suggest a step_loss with its first and last key.
+    kind, names = type(batch).__name__, []
+    if isinstance(batch, Mapping):
+        names = [repr(name) for name in batch]
+        what = f"a {kind} with {', '.join(map(str, batch))}"
+    else:
+        what = f"a {kind} of {len(batch)}" if isinstance(batch, tuple | list) else f"a {kind}"
+    example = f"loss(model(batch[{names[0]}]), batch[{names[-1]}])" if names else "..."
+    raise GrowthError(f"a batch is {what}, and loss_fn needs (inputs, targets); pass step_loss=lambda model, batch: {example}")
+
+
+def size_of(batch: Any) -> int:
+    """Return the number of samples in a batch: the leading size of its first tensor that has one, else 1."""
+    return next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim > 0), 1)
 
 
 class ConstantPredictor:
@@ -173,7 +267,7 @@ class ConstantPredictor:
         losses = []
         for shape, targets in fitting:
             outputs = constant.to(self._first.dtype).expand(shape).contiguous()
-            losses.append(shape[0] * self._loss_fn(outputs, targets).double().reshape(()))
+            losses.append(shape[0] * self._loss_fn(outputs, targets).double().mean())
         return torch.stack(losses).sum() / sum(shape[0] for shape, _ in fitting)
 
 

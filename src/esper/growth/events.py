@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 Outcome = Literal["living", "kept", "pruned", "rolled back"]
+Unit = Literal["samples", "groups", "batches"]  # of validation losses that are compared; groups are samples that belong together
 
 
 class GrowthStarted(Event, tag="growth_started"):
@@ -246,7 +247,7 @@ class LoaderRestarted(Event, tag="loader_restarted"):
 
 
 class Measured(Event, tag="measured"):
-    """The gain of a seed was measured on the epoch's validation batches."""
+    """The gain of a seed was measured on the validation data."""
 
     epoch: int
     slot: str
@@ -255,6 +256,8 @@ class Measured(Event, tag="measured"):
     gain_low: float
     gain_high: float
     rent: float
+    unit: Unit = "batches"  # the interval rests on the paired losses of these: samples, groups or batches
+    count: int = 0  # number of them; 0: unknown
 
     def shown(self) -> Mapping[str, Any]:
         """Return the values to show, under the name of the slot: conv1/gain."""

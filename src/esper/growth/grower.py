@@ -12,7 +12,7 @@ epoch, and lets the governor restore a healthy state when the training breaks do
             optimizer.step()
             optimizer.zero_grad()
             grower.after_step(loss)
-        grower.after_epoch(evaluate)            # evaluate() returns the validation loss of every batch, always in the same order
+        grower.after_epoch(evaluate)            # evaluate() returns the losses of the samples of every validation batch
     grower.restore_best(evaluate)               # optional: the state after the best epoch
     model = slotted.bake()
 
@@ -318,12 +318,16 @@ class Grower:
     def after_epoch(self, evaluate: Evaluate, *, metrics: Mapping[str, float | Callable[[], float]] | None = None) -> EpochEnded:
         """Measure the seeds, let the governor judge the epoch, and carry out the controller's decision. Call it after every epoch.
 
-        `evaluate()` returns the validation loss of every batch, always in the same order. If batches differ in size, return pairs (loss,
-        number of samples), so that every sample has the same weight. The function is called once for the model as it is and once more for
-        each seed on trial, with that seed switched off. When a slot is on trial for the first time, another call checks whether the layers
-        before it can be replayed. `evaluate` has to switch to eval mode and turn gradients off itself; the grower restores the modes of all
-        modules afterwards. With several ranks, each rank must go through the same number of batches; the losses of all
-        ranks count.
+        `evaluate()` returns an item for every validation batch, always in the same order. Best is a 1-D tensor with the loss of each
+        sample: intervals then rest on samples, and are as narrow as the data allow. If samples belong together, such as those of one
+        patient, return tuples (losses, keys) with a key for each sample; then groups are compared. Otherwise return the loss of the batch,
+        as a tuple (loss, number of samples) if batches differ in size, so that every sample has the same weight; intervals then rest on
+        batches.
+
+        The function is called once for the model as it is and once more for each seed on trial, with that seed switched off. When a slot is
+        on trial for the first time, another call checks whether the layers before it can be replayed. `evaluate` has to switch to eval mode
+        and turn gradients off itself; the grower restores the modes of all modules afterwards. With several ranks, each rank must go
+        through the same number of batches; the losses of all ranks count.
 
         `metrics` are further figures of the epoch by name, such as the accuracy, for `EpochEnded.metrics`: numbers, or functions without
         arguments, which are called once, after the evaluation of the model as it is. Ranks are averaged.

@@ -77,7 +77,8 @@ def grow(
     """Train a copy of the model, grow it where that pays, and return the result. The model itself is not changed.
 
     **Data and loss.** Either a batch is a pair (inputs, targets) and the loss is `loss_fn(outputs, targets)`, or a batch is anything and
-    the loss is `step_loss(model, batch)`. Batches are moved to the model's device.
+    the loss is `step_loss(model, batch)`: one number, or better one per sample, of which the training takes the mean. Intervals of
+    contributions rest on samples where the losses of samples are known, and otherwise on batches. Batches are moved to the model's device.
 
     **Optimiser.** `optimizer(parameters)` returns the optimiser, `scheduler(optimizer)` its schedule. `accumulate` batches make one step
     of the optimiser, with the mean loss over their samples; the batches left over at the end of an epoch make a step too. `max_grad_norm`

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from operator import length_hint
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,28 +32,27 @@ from esper.growth.arguments import (
     scheduler_from,
 )
 from esper.growth.batches import (
-    IN_LOSS,
-    IN_MODEL,
     ConstantPredictor,
     Listener,
     LossFunction,
+    PairLoss,
     StepLoss,
     check_data,
     check_loader,
-    described,
     example_of,
     explained,
+    pair_of,
+    size_of,
     with_article,
 )
 from esper.growth.config import GrowthError, TrainingConfig
 from esper.growth.events import GrowthStarted
 from esper.growth.grower import Grower
 from esper.growth.host.isolation import evaluated, isolated
-from esper.growth.host.slots import tensors_in
 from esper.growth.host.slotted import add_slots
 from esper.growth.lifecycle.governor import Diverged, LossRange
-from esper.growth.lifecycle.stages import Controller, Stage
-from esper.growth.measure.contribution import Evaluate, Losses, losses_of, total
+from esper.growth.lifecycle.stages import Controller, Stage, counted
+from esper.growth.measure.contribution import REMEDY, Evaluate, Losses, losses_of, total
 from esper.growth.measure.readout import ReadoutSamples
 from esper.growth.metrics import Metric, MetricSums, check_functions
 from esper.growth.run import Grown, GrowthRun, Status, finished
@@ -62,10 +61,15 @@ from esper.profiling import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER, TELEMETRY, 
 from esper.runs import Event
 from esper.text_table import did_you_mean
 
-ONE_BATCH = (
-    "the validation data come in one batch, or nearly so, and give no confidence interval for a gain: seeds are judged only at the end; "
-    "use a smaller validation batch size"
-)
+ROUNDING = 1e-5  # difference between the loss of a batch and the mean over its samples that is taken for rounding
+
+
+class ValidationLoss(NamedTuple):
+    """The loss of one validation batch."""
+
+    loss: Tensor
+    samples: int
+    by_sample: Tensor | None  # the losses [B] of its samples; None: not asked for, or they cannot be computed
 
 
 class Training:
@@ -97,6 +101,7 @@ class Training:
             )
         self._metrics_before: dict[str, float] = {}  # on the validation data before any training
         self._prepared: tuple[Grower, Losses] | None = None  # the grower, and the validation losses before any training
+        self._has_samples = True  # the losses of validation samples can be computed, and their mean is the loss of the batch
         self._run: GrowthRun | None = None
         self._loss_before = math.nan  # mean validation loss before any training
         self.profiler: Profiler | None = None  # set before `run` to profile some steps
@@ -154,10 +159,9 @@ class Training:
         The example input holds the arguments of the model's first call, as a listener saw them. If it saw no call, the example is made from
         the first batch.
         """
-        loss_fn = getattr(self.step_loss, "loss_fn", None)  # set by `step_loss_of`
-        constant = None if loss_fn is None else ConstantPredictor(loss_fn)
+        constant = ConstantPredictor(self.step_loss.loss_fn) if isinstance(self.step_loss, PairLoss) else None
         readout = ReadoutSamples()
-        found: list[tuple[float, int]] = []  # (loss, samples) of every batch
+        found: list[ValidationLoss] = []
         first = None  # the first batch
         listener, sums = Listener(self.model), self._metric_sums()
         try:
@@ -168,13 +172,12 @@ class Training:
                     first = batch if first is None else first
                     where = f"batch {number} of the validation loader"
                     try:
-                        loss = float(self._loss(batch))
+                        found.append(self._validation_loss(batch, by_sample=True))
                     except Exception as error:
                         if explanation := explained(error, size_of(batch), where):
                             raise explanation from error
                         raise
-                    check_data(batch, loss, where)
-                    found.append((loss, size_of(batch)))
+                    check_data(batch, float(found[-1].loss), where)
                     sums.note(batch, size_of(batch), where=where)
                     if constant is not None:
                         inputs, targets = pair_of(batch)
@@ -185,7 +188,7 @@ class Training:
         if not found:
             raise GrowthError("the validation loader yields nothing; it needs at least one batch")
         self._metrics_before = sums.means()
-        losses = losses_of(lambda: found)
+        losses = losses_of(lambda: self._finest(found))
         return losses, example_of(first) if listener.heard is None else listener.heard, self._loss_range(constant, readout, losses)
 
     def _loss_range(self, constant: ConstantPredictor | None, readout: ReadoutSamples, before: Losses) -> LossRange | None:
@@ -248,8 +251,11 @@ class Training:
                 f"losses are compared with {scale.uninformed:.4g}, the validation loss before the training, because the loss of a constant "
                 "predictor cannot be computed from step_loss; if you know it, set governor.uninformed_loss"
             )
-        if not losses.have_spread:
-            yield ONE_BATCH
+        if losses.unit == "batches":
+            yield (
+                f"intervals rest on {counted(len(losses.values), losses.unit)} of validation data, because the losses of single samples "
+                f"are not known{'' if losses.have_spread else ', and a single batch decides nothing: no seed can be kept'}; {REMEDY}"
+            )
 
     def _emit(self, event: Event) -> None:
         if self.telemetry is None:
@@ -411,18 +417,39 @@ class Training:
             self.scheduler.step(ended.val_loss)
 
     def _evaluation(self, grower: Grower, *, with_metrics: bool) -> tuple[Evaluate, dict[str, Callable[[], float]]]:
-        """Return a function that evaluates the validation data, and functions of the metrics, which its first call computes."""
-        if not with_metrics:
-            return lambda: list(self._evaluate(grower)), {}
-        sums = self._metric_sums()
-        passes = iter([sums])
-        return lambda: list(self._evaluate(grower, next(passes, None))), {name: partial(sums.mean, name) for name in self.metrics}
+        """Return a function that evaluates the validation data, and functions of the metrics, which its first call computes.
+
+        The losses of single samples take time, and are computed only where seeds are on trial.
+        """
+        by_sample = bool(grower.lifecycles.on_trial())
+        sums = self._metric_sums() if with_metrics else None
+        passes = iter([] if sums is None else [sums])
+
+        def evaluate() -> list[Any]:
+            return self._finest(list(self._evaluate(grower, next(passes, None), by_sample=by_sample)))
+
+        return evaluate, {} if sums is None else {name: partial(sums.mean, name) for name in self.metrics}
+
+    def _finest(self, found: Sequence[ValidationLoss]) -> list[Any]:
+        """Return what `losses_of` expects: the losses of all samples if they are known and agree with those of the batches."""
+        by_sample = [one.by_sample for one in found if one.by_sample is not None]
+        if self._has_samples and len(by_sample) == len(found):
+            losses, means = (
+                torch.stack([one.loss.reshape(()) for one in found]).double(),
+                torch.stack([one.double().mean() for one in by_sample]),
+            )
+            is_same = (losses - means).abs() <= ROUNDING * losses.abs().clamp(min=1)
+            if bool((is_same | ~losses.isfinite()).all()):  # losses that are not finite say nothing, and end the measurement
+                return by_sample
+        if any(one.by_sample is not None for one in found):
+            self._has_samples = False  # such as of a sum over samples, or of classes with weights
+        return [(one.loss, one.samples) for one in found]
 
     def _metric_sums(self) -> MetricSums:
         return MetricSums(self.model, self.metrics, of_pairs=hasattr(self.step_loss, "loss_fn"))
 
-    def _evaluate(self, grower: Grower | None, sums: MetricSums | None = None) -> Iterator[tuple[Tensor, int]]:
-        """Yield the loss and the number of samples of every validation batch. The random streams of the training are not advanced.
+    def _evaluate(self, grower: Grower | None, sums: MetricSums | None = None, *, by_sample: bool = False) -> Iterator[ValidationLoss]:
+        """Yield the loss of every validation batch. The random streams of the training are not advanced.
 
         `sums` takes the metrics of every batch, from the same forward passes.
         """
@@ -430,16 +457,30 @@ class Training:
             for number, raw in enumerate(self.val_loader, start=1):
                 batch = move(raw, self.device)
                 with in_inference():
-                    loss = self._loss(batch)
+                    loss = self._validation_loss(batch, by_sample=by_sample)
                 if sums is not None:
                     sums.note(batch, size_of(batch), where=f"batch {number} of the validation loader")
-                yield loss, size_of(batch)
+                yield loss
                 if grower is not None:
                     grower.count_evaluation(size_of(batch))
 
     def _loss(self, batch: Any) -> Tensor:
         with self._autocast():
-            return checked(self.step_loss(self.model, batch))
+            loss = checked(self.step_loss(self.model, batch), size_of(batch))
+            return loss if loss.numel() == 1 else loss.mean()
+
+    def _validation_loss(self, batch: Any, *, by_sample: bool) -> ValidationLoss:
+        """Return the loss of a validation batch, with the losses of its samples if they are asked for and may be known."""
+        losses, samples = None, size_of(batch)
+        with self._autocast():
+            if by_sample and self._has_samples and isinstance(self.step_loss, PairLoss):
+                loss, losses = self.step_loss.with_samples(self.model, batch)
+            else:
+                loss = self.step_loss(self.model, batch)
+            loss = checked(loss, samples).detach()
+            if loss.shape == (samples,):
+                loss, losses = loss.mean(), loss
+        return ValidationLoss(loss, samples, losses)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         precision = self.config.precision
@@ -460,7 +501,7 @@ class Training:
             status=status,
             epochs=grower.epoch,
             val_loss_before=self._loss_before,
-            val_loss=losses_of(lambda: list(self._evaluate(None, sums))).mean,
+            val_loss=losses_of(lambda: self._finest(list(self._evaluate(None, sums)))).mean,
             metrics=sums.means(),
             train_losses=tuple(grower.history.train_losses),
             val_losses=tuple(grower.history.val_losses),
@@ -499,7 +540,7 @@ def describe_optimizers(optimizers: Sequence[Optimizer]) -> str:
 
 
 def step_loss_of(loss_fn: LossFunction | None, step_loss: StepLoss | None) -> StepLoss:
-    """Return the step loss: `step_loss` itself, or a function made from `loss_fn`, which it has as an attribute. One of them is None."""
+    """Return the step loss: `step_loss` itself, or a `PairLoss` of `loss_fn`. One of them is None."""
     if (loss_fn is None) == (step_loss is None):
         raise GrowthError("pass either loss_fn, for batches of (inputs, targets), or step_loss=lambda model, batch: ..., for anything else")
     name, given = ("loss_fn", loss_fn) if step_loss is None else ("step_loss", step_loss)
@@ -510,42 +551,7 @@ def step_loss_of(loss_fn: LossFunction | None, step_loss: StepLoss | None) -> St
     if step_loss is not None:
         return step_loss
     assert loss_fn is not None
-
-    def from_pair(model: nn.Module, batch: Any) -> Tensor:
-        inputs, targets = pair_of(batch)
-        try:
-            outputs = model(inputs)
-        except Exception as error:
-            error.add_note(f"{IN_MODEL} ({described(inputs)})")
-            raise
-        if not isinstance(outputs, Tensor):
-            raise GrowthError(
-                f"the model returns a {type(outputs).__name__}, and loss_fn expects a tensor; "
-                "pass step_loss=lambda model, batch: ... which computes the loss from it"
-            )
-        try:
-            return loss_fn(outputs, targets)
-        except Exception as error:
-            error.add_note(f"{IN_LOSS}, with outputs {described(outputs)} and targets {described(targets)}")
-            raise
-
-    from_pair.loss_fn = loss_fn  # type: ignore[attr-defined]
-    return from_pair
-
-
-def pair_of(batch: Any) -> tuple[Any, Any]:
-    """Return inputs and targets of a batch. Raise a GrowthError if it is not a pair."""
-    if isinstance(batch, tuple | list) and len(batch) == 2:
-        return batch[0], batch[1]
-    # Describe the batch, and suggest a step_loss with its first and last key.
-    kind, names = type(batch).__name__, []
-    if isinstance(batch, Mapping):
-        names = [repr(name) for name in batch]
-        what = f"a {kind} with {', '.join(map(str, batch))}"
-    else:
-        what = f"a {kind} of {len(batch)}" if isinstance(batch, tuple | list) else f"a {kind}"
-    example = f"loss(model(batch[{names[0]}]), batch[{names[-1]}])" if names else "..."
-    raise GrowthError(f"a batch is {what}, and loss_fn needs (inputs, targets); pass step_loss=lambda model, batch: {example}")
+    return PairLoss(loss_fn)
 
 
 def move(batch: Any, device: torch.device) -> Any:
@@ -563,19 +569,16 @@ def move(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def checked(loss: Any) -> Tensor:
-    """Return the loss of a batch. Raise a GrowthError unless it is one number in a tensor."""
+def checked(loss: Any, samples: int = 1) -> Tensor:
+    """Return the loss of a batch, or the losses [B] of its samples. Raise a GrowthError for anything else."""
     rule = "the loss of a batch must be one number in a tensor, and is"
     if not isinstance(loss, Tensor):
         raise GrowthError(f"{rule} {with_article(type(loss).__name__)}; return the tensor itself, without .item() or float()")
-    if loss.numel() != 1:
-        raise GrowthError(f"{rule} a tensor of shape {list(loss.shape)}; take its mean")
+    if loss.numel() != 1 and loss.shape != (samples,):
+        raise GrowthError(
+            f"{rule} a tensor of shape {list(loss.shape)}; take its mean, or return one loss for each of the {samples} samples"
+        )
     return loss
-
-
-def size_of(batch: Any) -> int:
-    """Return the number of samples in a batch: the leading size of its first tensor that has one, else 1."""
-    return next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim > 0), 1)
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from esper.growth.controllers.heuristic import (
 )
 from esper.growth.host.layout import Place
 from esper.growth.lifecycle.governor import LossRange
-from esper.growth.lifecycle.stages import Candidate, Contribution, Cost, Decision, Germinate, GrowthState, SlotState, Stage
+from esper.growth.lifecycle.stages import Candidate, Contribution, Cost, Decision, Germinate, GrowthState, Prune, SlotState, Stage
 from esper.statistics import Interval
 from tests.growth.builders import in_other_units
 
@@ -129,9 +130,10 @@ def test_a_seed_on_trial_delays_further_growth() -> None:
     [
         (0.02, 0.04, 3, 10, [("Fossilize", "a")]),
         (0.005, 0.04, 3, 10, []),  # open
+        (0.005, 0.04, 9, 10, [("Prune", "a")]),  # still open
         (-0.02, 0.005, 3, 10, []),  # useless so far, but young
         (-0.02, 0.005, 9, 10, [("Prune", "a")]),
-        (0.005, 0.04, 9, 80, [("Fossilize", "a")]),  # the end: the estimate decides
+        (0.005, 0.04, 9, 80, [("Prune", "a")]),  # the end leaves it open
         (-0.01, 0.015, 3, 80, [("Prune", "a")]),
     ],
 )
@@ -141,6 +143,22 @@ def test_seeds_are_kept_by_contribution_against_rent(
     gain = Contribution(Interval((low + high) / 2, low, high), epoch)
     seed = slot(stage=Stage.HOLDING, blueprint="big", rent=0.01, epochs_in_stage=held, contribution=gain, candidates=())
     assert decisions_of(Heuristic(GrowthConfig()), state(epoch, train=(0.01,) * epoch, slots=(seed,))) == expected
+
+
+@pytest.mark.parametrize(("reach", "may_grow"), [(10.5, True), (math.inf, False)])
+def test_an_interval_that_cannot_decide_is_said_once_and_keeps_no_seed(reach: float, may_grow: bool) -> None:
+    gain = Contribution(Interval(0.7, 0.7 - reach, 0.7 + reach), 8, count=3)
+    trial = slot("b", stage=Stage.HOLDING, blueprint="big", rent=0.01, epochs_in_stage=3, contribution=gain, candidates=())
+    now = state(8, train=(1.8,) * 8, slots=(slot(), trial))
+    heuristic = Heuristic(GrowthConfig())
+    with pytest.warns(
+        RuntimeWarning, match="'b' cannot be judged: its interval over 3 batches of validation data is .* return the loss of"
+    ):
+        (prune,) = heuristic.decide(now).actions
+    assert prune.reason.count("use smaller and more validation batches") == 1
+    decided = heuristic.decide(now)  # without a second warning
+    assert [type(action) for action in decided.actions] == [Prune]
+    assert ("no seed could be kept" in decided.reason) != may_grow
 
 
 def test_an_outdated_measurement_leads_to_no_decision() -> None:
@@ -174,7 +192,7 @@ def measured(host: dict[str, Any], *, promise: float, flops: float, epochs: int 
 
 def with_looks(now: GrowthState) -> Decision:
     heuristic = Heuristic(GrowthConfig())
-    heuristic.load_state_dict({"looks_at": now.epoch})
+    heuristic.load_state_dict({"looks_at": now.epoch, "is_next_step": False, "cannot_judge": ""})
     return heuristic.decide(now)
 
 

@@ -20,7 +20,7 @@ from esper.growth.controllers.heuristic import judge
 from esper.growth.host.layout import Place
 from esper.growth.lifecycle.stages import Advance, Contribution, Cost, Germinate
 from esper.growth.measure import probe as promise
-from esper.growth.measure.contribution import Losses, Measurement, confidence_of_look, gain_of, losses_of
+from esper.growth.measure.contribution import Losses, Measurement, averaged, confidence_of_look, gain_of, losses_of
 from esper.growth.measure.probe import Probe, portions
 from esper.growth.seeds.blueprints import blueprints_for, cost_of
 from esper.growth.seeds.learner import SeedLearner, routes_of
@@ -78,14 +78,63 @@ def by_hand(loop: Loop, off: str) -> list[float]:
 
 def test_the_contribution_is_the_paired_difference_of_losses_with_and_without_the_seed() -> None:
     loop = grown()
-    (losses, samples), contributions = Measurement(loop.slotted).measure(loop.evaluate, SLOTS, epoch=4)
+    (losses, samples, unit, *_), contributions = Measurement(loop.slotted).measure(loop.evaluate, SLOTS, epoch=4)
     assert losses == [float(loss) for loss in loop.evaluate()]
-    assert samples == [1.0] * len(losses)
+    assert (samples, unit) == ([1.0] * len(losses), "batches")
     for name in SLOTS:
         expected = student_interval([off - on for off, on in zip(by_hand(loop, name), losses, strict=True)])
         assert contributions[name].epoch == 4
         assert bounds(contributions[name].gain) == pytest.approx(bounds(expected), abs=1e-12)
         assert expected.estimate != 0
+
+
+def test_a_contribution_by_samples_does_not_depend_on_the_batches() -> None:
+    """One interval for all data in one batch, in ragged batches and in batches of one; three batches of the same data say much less."""
+    loop = grown()
+    x, y = (torch.cat(parts) for parts in zip(*loop.val, strict=True))
+
+    def evaluate(size: int) -> list[Tensor]:
+        with torch.no_grad():
+            return [cross_entropy(loop.slotted(a), b, reduction="none") for a, b in zip(x.split(size), y.split(size), strict=True)]
+
+    found = [Measurement(loop.slotted).measure(lambda size=size: evaluate(size), SLOTS, epoch=1) for size in (len(x), 7, 1)]
+    by_batch = Measurement(loop.slotted).measure(lambda: [losses.mean() for losses in evaluate(8)], SLOTS, epoch=1)
+    for name in SLOTS:
+        one = found[0].contributions[name]
+        assert (one.unit, one.count) == ("samples", len(x)) if len(x) > 1 else True
+        for other in found[1:]:
+            assert bounds(other.contributions[name].gain) == pytest.approx(bounds(one.gain), abs=1e-9)
+        coarse = by_batch.contributions[name]
+        assert (coarse.unit, coarse.count) == ("batches", 3)
+        assert coarse.gain.estimate == pytest.approx(one.gain.estimate)
+
+
+def test_samples_of_one_group_are_one_unit_wherever_they_come() -> None:
+    """Copies of a sample in a group of its own change nothing; as samples they would make the interval narrower."""
+    loop = grown()
+    x, y = (torch.cat(parts) for parts in zip(*loop.val, strict=True))
+
+    def evaluate(copies: int) -> list[Tensor]:
+        with torch.no_grad():
+            return [cross_entropy(loop.slotted(x), y, reduction="none")] * copies
+
+    keys = [f"patient {number}" for number in range(len(x))]
+    once = Measurement(loop.slotted).measure(lambda: evaluate(1), SLOTS, epoch=1)
+    grouped = Measurement(loop.slotted).measure(lambda: [(losses, keys) for losses in evaluate(3)], SLOTS, epoch=1)
+    copied = Measurement(loop.slotted).measure(lambda: evaluate(3), SLOTS, epoch=1)
+    for name in SLOTS:
+        assert (grouped.contributions[name].unit, grouped.contributions[name].count) == ("groups", len(x))
+        assert bounds(grouped.contributions[name].gain) == pytest.approx(bounds(once.contributions[name].gain))
+        assert copied.contributions[name].gain.high < once.contributions[name].gain.high
+
+
+def test_samples_are_read_by_batch_where_another_pass_or_rank_knows_batches_only() -> None:
+    fine = Losses([1.0, 2.0, 6.0], [1, 1, 1], "samples", batches=[2, 1])
+    coarse = Losses([1.0, 5.0], [2, 1])
+    assert gain_of(fine, coarse).estimate == pytest.approx((2 * 0.5 + 1) / 3)
+    assert averaged([fine, coarse]) == Losses([1.25, 5.5], [4, 2])
+    with pytest.raises(GrowthError, match="losses of batches and of groups; it must return the same kind"):
+        gain_of(Losses([1.0, 1.0], [1, 1], "groups", ["a", "b"]), coarse)
 
 
 def test_replayed_and_computed_contributions_are_bit_identical() -> None:
@@ -252,7 +301,7 @@ def test_differing_numbers_of_losses_are_refused() -> None:
 
 def test_losses_that_are_not_finite_end_the_measurement() -> None:
     loop = grown()
-    (losses, _), contributions = Measurement(loop.slotted).measure(lambda: [1.0, math.inf], SLOTS, epoch=1)
+    (losses, *_), contributions = Measurement(loop.slotted).measure(lambda: [1.0, math.inf], SLOTS, epoch=1)
     assert losses == [1.0, math.inf]
     assert not contributions
 

@@ -27,6 +27,7 @@ fastest of all but does not generalise from few samples.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,11 +50,11 @@ from esper.growth.lifecycle.stages import (
     SlotState,
     Stage,
 )
-from esper.growth.measure.contribution import Allowance, total
+from esper.growth.measure.contribution import Allowance, total, why_undecided
 from esper.text_table import figure
 
 FIRST_LOOK = 2  # earliest epoch of the first check
-PATIENCE = 3  # a seed may be pruned after this many times `holding_epochs`, because some seeds become useful late
+PATIENCE = 3  # a seed is pruned only after this many times `holding_epochs`, because some seeds become useful late, but then if it is open
 LITTLE_BEHIND = 0.1  # a slot is at the end of the host if less than this share of the host's FLOPs comes after it
 MOST_OF_THE_LOSS = 0.5  # a seed lowers the loss by this fraction at most; the first steps of a candidate often promise all of it
 HOPEFUL_END = 0.03  # relative loss that a host may end with in the best case, where it is decided what is probed
@@ -74,11 +75,13 @@ class Heuristic:
         self.lifecycle = config.lifecycle
         self._looks_at: int | None = None  # epoch after which the requested probe has results
         self._is_next_step = False  # the requested probe is for a further step of growth
+        self._cannot_judge = ""  # why no seed can be kept here, such as validation data in one batch
+        self._has_warned = False  # about intervals that cannot decide
 
     def decide(self, state: GrowthState) -> Decision:
         # Existing seeds are reviewed in any case. New ones come in two steps: request a probe, and grow one epoch later by its results.
         actions = [action for slot in state.slots for action in self._review(slot, state)]
-        if why := self.why_nothing_can_grow(state.epochs):
+        if why := self.why_nothing_can_grow(state.epochs) or self._cannot_judge:
             return Decision(tuple(actions), why)
         if self._looks_at == state.epoch:
             grown, why = self._grow(state)
@@ -101,9 +104,18 @@ class Heuristic:
         measured = slot.contribution
         if slot.stage is not Stage.HOLDING or measured is None or measured.epoch != state.epoch:
             return []
-        is_last = state.epochs is not None and state.epoch >= state.epochs
-        is_settled = slot.epochs_in_stage >= PATIENCE * self.lifecycle.holding_epochs
-        return judge(name, measured, slot.rent, may_prune=(is_settled or is_last) and not slot.prune_embargo, is_last=is_last)
+        assert state.scale is not None  # known after the first epoch
+        undecided = why_undecided(measured, state.scale.range)
+        if undecided and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"the seed in {name!r} cannot be judged: {undecided}", RuntimeWarning, stacklevel=2)
+        if not math.isfinite(measured.gain.high):
+            self._cannot_judge = f"leaves the host alone, because no seed could be kept: {undecided}"
+        # A seed that is still open after its patience goes while the host has time to recover: at the end, only the epochs before its birth
+        # could be the result.
+        is_over = state.epochs is not None and state.epoch >= state.epochs
+        is_final = undecided != "" or is_over or slot.epochs_in_stage >= PATIENCE * self.lifecycle.holding_epochs
+        return judge(name, measured, slot.rent, may_prune=is_final and not slot.prune_embargo, is_last=is_final, undecided=undecided)
 
     # New seeds
 
@@ -179,25 +191,26 @@ class Heuristic:
         return [Germinate(slot=name, reason=_why(one, state), blueprint=one.blueprint) for name, one in plan], f"grows: {verdict.reason}"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"looks_at": self._looks_at, "is_next_step": self._is_next_step}
+        return {"looks_at": self._looks_at, "is_next_step": self._is_next_step, "cannot_judge": self._cannot_judge}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._looks_at = state["looks_at"]
-        self._is_next_step = state["is_next_step"]
+        self._is_next_step, self._cannot_judge = state["is_next_step"], state["cannot_judge"]
 
 
-def judge(name: str, measured: Contribution, rent: float, *, may_prune: bool, is_last: bool) -> list[Action]:
+def judge(name: str, measured: Contribution, rent: float, *, may_prune: bool, is_last: bool, undecided: str = "") -> list[Action]:
     """Decide about a seed by the interval of its contribution.
 
-    Fossilize it if the whole interval is above its rent. Prune it if the whole interval is below and `may_prune`. Otherwise wait. In the
-    last epoch the estimate decides.
+    Fossilize it if the whole interval is above its rent. If it `may_prune`, prune it if the whole interval is below, or if this `is_last`
+    look leaves it open: a seed is never kept on an estimate. Otherwise wait. `undecided` says why further looks would not help.
     """
     gain = measured.gain
     words = f"{measured.in_words()}, and its rent is {figure(rent)}"
-    if gain.low > rent or (is_last and gain.estimate > rent):
+    if gain.low > rent:
         return [Fossilize(slot=name, reason=words)]
     if may_prune and (gain.high < rent or is_last):
-        return [Prune(slot=name, reason=words)]
+        open_end = "" if gain.high < rent else f"; {undecided or 'this is the last look, and leaves it open'}"
+        return [Prune(slot=name, reason=words + open_end)]
     return []
 
 

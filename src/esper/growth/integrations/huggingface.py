@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
+from esper.growth.batches import size_of
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.grower import KIND, Grower
 from esper.growth.host.isolation import isolated
@@ -35,7 +36,7 @@ from esper.growth.host.state_dict import SeedsIgnored
 from esper.growth.lifecycle.stages import Controller
 from esper.growth.metrics import Metric, MetricSums, check_functions
 from esper.growth.telemetry import check_callbacks, check_sinks
-from esper.growth.training_loop import checked, size_of
+from esper.growth.training_loop import checked
 from esper.runs import CheckpointStore, Event, Sink
 
 FOLDER = "growth"

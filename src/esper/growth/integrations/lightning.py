@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from esper.growth.batches import StepLoss
+from esper.growth.batches import StepLoss, size_of
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.grower import Grower
 from esper.growth.host.isolation import evaluated
@@ -31,7 +31,7 @@ from esper.growth.host.state_dict import SeedsIgnored
 from esper.growth.lifecycle.stages import Controller
 from esper.growth.metrics import Metric, MetricSums, check_functions
 from esper.growth.telemetry import check_callbacks, check_sinks
-from esper.growth.training_loop import checked, move, size_of
+from esper.growth.training_loop import checked, move
 from esper.runs import Event, Sink
 
 
@@ -171,7 +171,10 @@ class GrowthCallback(Callback):
         losses, samples = self._losses, self._samples
         self._steps, self._losses, self._samples = trainer.global_step, [], 0
         if losses:
-            closure = partial(self._loss, trainer, pl_module, batch)
+
+            def closure() -> Tensor:
+                return self._loss(trainer, pl_module, batch).mean()
+
             self._grower().after_step(torch.stack(losses).mean(), closure=closure, samples=samples)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -262,7 +265,7 @@ class GrowthCallback(Callback):
 
     def _loss(self, trainer: Any, pl_module: Any, batch: Any) -> Tensor:
         with trainer.precision_plugin.forward_context():
-            return checked(self.step_loss(pl_module, batch))
+            return checked(self.step_loss(pl_module, batch), size_of(batch))
 
 
 class _Schedules:

@@ -16,7 +16,18 @@ from typing import Any, get_args
 import msgspec
 
 from esper.display import Card, Displayed
-from esper.growth.events import ActionRefused, BestRestored, EpochEnded, Measured, Outcome, RolledBack, SeedBack, SlotView, StageEntered
+from esper.growth.events import (
+    ActionRefused,
+    BestRestored,
+    EpochEnded,
+    Measured,
+    Outcome,
+    RolledBack,
+    SeedBack,
+    SlotView,
+    StageEntered,
+    Unit,
+)
 from esper.growth.lifecycle.stages import Stage
 from esper.runs import Event
 from esper.text_table import aligned, figure
@@ -44,6 +55,8 @@ class Gain(msgspec.Struct, frozen=True):
     gain_low: float
     gain_high: float
     rent: float
+    unit: Unit = "batches"  # the interval rests on the paired losses of these
+    count: int = 0  # number of them; 0: unknown
 
 
 class SeedRecord(msgspec.Struct):
@@ -148,7 +161,9 @@ class Ledger(msgspec.Struct, Displayed):
             case Measured():
                 seed = self.seed(event.number)
                 if seed is not None:
-                    seed.contributions.append(Gain(event.epoch, event.gain, event.gain_low, event.gain_high, event.rent))
+                    seed.contributions.append(
+                        Gain(event.epoch, event.gain, event.gain_low, event.gain_high, event.rent, event.unit, event.count)
+                    )
                     seed.rent = event.rent
             case EpochEnded():
                 for view in event.slots:

@@ -457,7 +457,17 @@ class Lifecycles(Generic[AnyBackend]):
         assert number is not None
         rent = self.rent(name)
         self.emit(
-            Measured(epoch=self.epoch, slot=name, number=number, gain=gain.estimate, gain_low=gain.low, gain_high=gain.high, rent=rent)
+            Measured(
+                epoch=self.epoch,
+                slot=name,
+                number=number,
+                gain=gain.estimate,
+                gain_low=gain.low,
+                gain_high=gain.high,
+                rent=rent,
+                unit=contribution.unit,
+                count=contribution.count,
+            )
         )
 
     def contribution(self, name: str) -> Contribution | None:
@@ -466,7 +476,7 @@ class Lifecycles(Generic[AnyBackend]):
         if seed is None or not seed.contributions:
             return None
         last = seed.contributions[-1]
-        return Contribution(Interval(last.gain, last.gain_low, last.gain_high), last.epoch)
+        return Contribution(Interval(last.gain, last.gain_low, last.gain_high), last.epoch, last.unit, last.count)
 
     def settle(self, verdict: Verdict, chunks: list[float], recovery: Recovers) -> None:
         """After an epoch without a disaster: reset the count of rollbacks in a row, and take a snapshot if one is due."""

@@ -28,6 +28,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from esper.growth.config import LifecycleConfig, RentConfig
+from esper.growth.events import Unit
 from esper.growth.lifecycle.governor import LossRange
 from esper.intervals import Interval
 from esper.text_table import figure
@@ -95,6 +96,8 @@ class Contribution:
 
     gain: Interval  # in the unit of the loss; below 0 if the host does better without the seed
     epoch: int  # when it was measured
+    unit: Unit = "batches"  # the interval rests on the differences of these
+    count: int = 0  # number of them; 0: unknown
 
     def in_words(self) -> str:
         """Describe the contribution with its interval.
@@ -103,11 +106,23 @@ class Contribution:
         'removing it now would raise the loss by 0.0731 [0.0544, 0.0918]'
         >>> Contribution(Interval(-0.01, -0.02, 0.005), epoch=8).in_words()
         'removing it now would lower the loss by 0.0100 [-0.0050, 0.0200]'
+        >>> Contribution(Interval(0.0731, 0.0544, 0.0918), epoch=8, unit="samples", count=360).in_words()
+        'removing it now would raise the loss by 0.0731 [0.0544, 0.0918] (360 samples)'
         """
         gain = self.gain
         # Where removal lowers the loss, say by how much: a positive number with a mirrored interval.
         verb, ends = ("raise", (gain.low, gain.high)) if gain.estimate >= 0 else ("lower", (-gain.high, -gain.low))
-        return f"removing it now would {verb} the loss by {figure(abs(gain.estimate))} [{figure(ends[0])}, {figure(ends[1])}]"
+        over = f" ({counted(self.count, self.unit)})" if self.count else ""
+        return f"removing it now would {verb} the loss by {figure(abs(gain.estimate))} [{figure(ends[0])}, {figure(ends[1])}]{over}"
+
+
+def counted(count: int, unit: Unit) -> str:
+    """Return a number of units as text.
+
+    >>> counted(1, "batches"), counted(1_289, "samples")
+    ('1 batch', '1,289 samples')
+    """
+    return f"{count:,} {unit}" if count != 1 else {"samples": "1 sample", "groups": "1 group", "batches": "1 batch"}[unit]
 
 
 @dataclass(frozen=True, slots=True)

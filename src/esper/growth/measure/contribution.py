@@ -6,9 +6,13 @@ Settings. With k seeds, k + 1 settings are evaluated: all on, and each one off. 
 seed on and off, so their outputs are recorded while all seeds are on, and replayed. One more evaluation, once per slot, checks that the
 replay gives bit-identical losses.
 
-Weights. Every sample has the same weight: if `evaluate` tells the sizes of the batches, a batch is weighted by its size. On several ranks,
-the batches with the same number are merged into one, whose loss is the mean over the samples of all ranks. Ranks may therefore split the
-validation data or all use the same data. (If the same batches were counted separately, the intervals would be too narrow.)
+Units. Differences are paired, and intervals rest, on the finest losses that `evaluate` returns: those of samples, of groups of samples that
+belong together, or else of batches. Few batches give wide intervals: 89 samples gave one of ±10 in three batches, and of ±0.5 one by one.
+
+Weights. Every sample has the same weight: a group is weighted by its samples, and a batch by its size if `evaluate` tells it. On several
+ranks, the units with the same number, or groups with the same key, are merged into one, whose loss is the mean over the samples of all
+ranks. Ranks may therefore split the validation data or all use the same data. (If the same samples were counted separately, the intervals
+would be too narrow.)
 
 Confidence. A seed is measured after every epoch once its shortest probation (`holding_epochs`) is over, so each interval is wider than that
 of a single look; see `confidence_of_look`.
@@ -26,10 +30,11 @@ gain of a seed. `Allowance` is the rest of the budget.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import accumulate
+from statistics import fmean
 from typing import Any, NamedTuple, SupportsFloat
 
 import numpy as np
@@ -37,26 +42,37 @@ import torch
 from torch import Tensor
 
 from esper.growth.config import BudgetConfig, GrowthError, RentConfig
+from esper.growth.events import Unit
 from esper.growth.host.prefix_cache import PrefixCache
 from esper.growth.host.slotted import Slotted
-from esper.growth.lifecycle.stages import Contribution, Cost
+from esper.growth.lifecycle.stages import Contribution, Cost, counted
 from esper.parallel import ALONE, Group
 from esper.shapley import Solution, plan_orders, solve
 from esper.statistics import LEAST_COUNT, Interval, effective_count, weighted_interval
+from esper.text_table import figure
 
 MISJUDGED = 0.05  # chance that at least one of all intervals of a seed misses its true gain
 
+REMEDY = "return the loss of every sample (1-D, without a mean) from evaluate() or step_loss, or use smaller and more validation batches"
+
 Loss = float | Tensor
 
-# Returns the loss of every validation batch, or pairs of (loss, number of samples); always in the same order.
-Evaluate = Callable[[], Sequence[Loss] | Sequence[tuple[Loss, float]] | Tensor]
+PerSample = Tensor | np.ndarray[Any, Any] | list[float]  # the losses [B] of the samples of a batch
+BatchLoss = Loss | tuple[Loss, float] | PerSample | tuple[PerSample, Sequence[Hashable] | Tensor]
+
+# Returns for every validation batch, always in the same order: the losses of its samples, best of all; these with the key of each sample's
+# group (its sequence, its patient, ...), as a tuple; or one loss, alone or as a tuple with the number of samples.
+Evaluate = Callable[[], Sequence[BatchLoss] | Tensor]
 
 
 class Losses(NamedTuple):
-    """Losses of the batches of one evaluation."""
+    """Losses of one evaluation: of samples, of groups of samples, or of batches."""
 
     values: list[float]
-    samples: list[float]  # number in each batch; all 1 if unknown
+    samples: list[float]  # number in each unit; all 1 if unknown
+    unit: Unit = "batches"
+    keys: list[Hashable] | None = None  # of the groups
+    batches: list[int] | None = None  # of samples: how many of them each batch has
 
     @property
     def mean(self) -> float:
@@ -67,13 +83,25 @@ class Losses(NamedTuple):
         """
         return weighted_mean(self.values, self.samples)
 
+    def by_batch(self) -> Losses:
+        """Return the losses of the batches that these samples came in.
+
+        >>> Losses([1.0, 2.0, 6.0], [1, 1, 1], "samples", batches=[2, 1]).by_batch()[:3]
+        ([1.5, 6.0], [2.0, 1.0], 'batches')
+        """
+        if self.batches is None:
+            return self
+        ends = list(accumulate(self.batches))
+        values = [fmean(self.values[end - size : end]) for end, size in zip(ends, self.batches, strict=True)]
+        return Losses(values, [float(size) for size in self.batches])
+
     @property
     def are_finite(self) -> bool:
         return all(map(math.isfinite, self.values))
 
     @property
     def have_spread(self) -> bool:
-        """Whether there are enough batches for an interval. One batch, or one that outweighs all others, is not enough."""
+        """Whether there are enough units for an interval. One batch, or one that outweighs all others, is not enough."""
         return effective_count(self.samples) >= LEAST_COUNT
 
 
@@ -105,8 +133,8 @@ class Measurement:
             if not with_all.are_finite:
                 return Measured(with_all, {})
             without = {name: self._without(evaluate, [name], with_all) for name in confidences}
-        gains = {name: gain_of(losses, with_all, confidence=confidences[name]) for name, losses in without.items()}
-        return Measured(with_all, {name: Contribution(gain, epoch) for name, gain in gains.items()})
+        found = {name: contribution_of(losses, with_all, epoch, confidence=confidences[name]) for name, losses in without.items()}
+        return Measured(with_all, found)
 
     def shapley(self, evaluate: Evaluate, names: Sequence[str]) -> Solution:
         """Return the Shapley values of the seeds in these slots and the interactions of all pairs. Evaluates every coalition once."""
@@ -116,8 +144,10 @@ class Measurement:
             for on in plan.coalitions:
                 off = [name for name in names if name not in on]
                 losses = self._without(evaluate, off, with_all) if off else with_all
-                by_coalition[on] = -np.array(losses.values)
-        return solve(plan, by_coalition, with_all.samples)
+                by_coalition[on] = losses
+        alike = _alike(*by_coalition.values())
+        gains = {on: -np.array(losses.values) for on, losses in zip(by_coalition, alike, strict=True)}
+        return solve(plan, gains, alike[0].samples)
 
     def losses(self, evaluate: Evaluate) -> Losses:
         """Return the losses, averaged over all ranks. An error on one rank is raised on all of them, so that none waits forever."""
@@ -203,53 +233,119 @@ def modes_kept(slotted: Slotted) -> Iterator[None]:
             module.training = mode
 
 
+RULE = (
+    "return a list with an item for every validation batch: the losses of its samples as a 1-D tensor, these with a key for each sample's "
+    "group as a tuple, the loss of the batch, or a tuple (loss, number of samples)"
+)
+
+
 def losses_of(evaluate: Evaluate) -> Losses:
     """Call the user's function and validate its result.
 
-    >>> losses_of(lambda: [(0.5, 160), (2.0, 1)])
-    Losses(values=[0.5, 2.0], samples=[160.0, 1.0])
+    >>> losses_of(lambda: [(0.5, 160), (2.0, 1)])[:3]
+    ([0.5, 2.0], [160.0, 1.0], 'batches')
+    >>> losses_of(lambda: [torch.tensor([0.5, 1.0]), torch.tensor([3.0])])[:3]
+    ([0.5, 1.0, 3.0], [1.0, 1.0, 1.0], 'samples')
+    >>> losses_of(lambda: [(torch.tensor([0.5, 1.0, 3.0]), ["a", "b", "a"])])[:3]
+    ([1.75, 1.0], [2.0, 1.0], 'groups')
     """
     answer: Any = evaluate()
-    rule = "return a list with the loss of every validation batch, or with pairs of (loss, number of samples)"
-    if isinstance(answer, Tensor):
-        losses = Losses(answer.detach().reshape(-1).tolist(), [1.0] * answer.numel())
-    elif not isinstance(answer, Iterable):
-        raise GrowthError(f"evaluate() gave {'None' if answer is None else f'a {type(answer).__name__}'}; {rule}")
-    else:
-        pairs = [item if isinstance(item, tuple | list) and len(item) == 2 else (item, 1.0) for item in answer]
-        for loss, _ in pairs:
-            if isinstance(loss, Tensor) and loss.numel() != 1:
-                raise GrowthError(f"evaluate() gave a tensor of shape {list(loss.shape)} for a batch; {rule}")
-            if not isinstance(loss, Tensor | SupportsFloat):
-                raise GrowthError(f"evaluate() gave a {type(loss).__name__} for a batch; {rule}")
-        parts = [torch.as_tensor(loss).detach().reshape(()).double() for loss, _ in pairs]
-        losses = Losses(torch.stack(parts).tolist() if parts else [], [float(samples) for _, samples in pairs])  # one read of the device
-    if not losses.values:
+    if not isinstance(answer, Iterable):
+        raise GrowthError(f"evaluate() gave {'None' if answer is None else f'a {type(answer).__name__}'}; {RULE}")
+    if isinstance(answer, Tensor):  # a loss for every batch
+        answer = list(answer.detach().reshape(-1))
+    # What belongs to each batch: its losses [B] or [1], and their weights or the keys of their groups.
+    items = [item if isinstance(item, tuple) and len(item) == 2 else (item, None) for item in answer]
+    parts = [_as_losses(loss) for loss, _ in items]
+    if not parts:
         raise GrowthError("evaluate() gave no losses: the validation loader yields nothing; give it at least one batch")
-    strange = [samples for samples in losses.samples if not 0 < samples < math.inf]
-    if strange:
+    values = torch.cat([part.reshape(-1) for part in parts]).tolist()  # one read of the device
+    if all(part.numel() == 1 for part in parts) and not any(_are_keys(about) for _, about in items):
+        return Losses(values, _sizes([1.0 if about is None else about for _, about in items]))
+    if any(part.ndim == 0 for part in parts):
+        raise GrowthError(f"evaluate() gave the losses of samples for one batch, and the loss of a whole batch for another; {RULE}")
+    if all(about is None or (not _are_keys(about) and about == part.numel()) for part, (_, about) in zip(parts, items, strict=True)):
+        return Losses(values, [1.0] * len(values), "samples", batches=[part.numel() for part in parts])
+    # Merge the samples of each group, in the order in which groups appear.
+    sums: dict[Hashable, list[float]] = {}  # key -> sum of the losses, number of samples
+    keys = [key for part, (_, about) in zip(parts, items, strict=True) for key in _keys(about, part.numel())]
+    for key, value in zip(keys, values, strict=True):
+        of_group = sums.setdefault(key, [0.0, 0.0])
+        of_group[0] += value
+        of_group[1] += 1
+    return Losses([loss / count for loss, count in sums.values()], [count for _, count in sums.values()], "groups", list(sums))
+
+
+def _as_losses(loss: Any) -> Tensor:
+    """Return what `evaluate` gave as the loss or the losses of a batch as a tensor [] or [B] of float64."""
+    if isinstance(loss, np.ndarray | list) or (isinstance(loss, Tensor) and loss.ndim):
+        losses = torch.as_tensor(loss).detach()
+        if losses.ndim != 1 or not losses.numel():
+            raise GrowthError(f"evaluate() gave losses of shape {list(losses.shape)} for a batch; {RULE}")
+        return losses.double()
+    if not isinstance(loss, Tensor | SupportsFloat):
+        raise GrowthError(f"evaluate() gave a {type(loss).__name__} for a batch; {RULE}")
+    return torch.as_tensor(loss).detach().double()
+
+
+def _are_keys(about: Any) -> bool:
+    """Return whether what stands beside the losses of a batch are the keys of groups."""
+    return isinstance(about, Sequence | np.ndarray) or (isinstance(about, Tensor) and about.ndim > 0)
+
+
+def _keys(about: Any, samples: int) -> list[Hashable]:
+    keys: list[Hashable] = about.tolist() if isinstance(about, Tensor | np.ndarray) else list(about) if _are_keys(about) else []
+    if len(keys) != samples:
+        raise GrowthError(
+            f"evaluate() gave {samples} losses of samples with {len(keys)} keys of their groups; give one key for each sample"
+        )
+    return keys
+
+
+def _sizes(given: Sequence[Any]) -> list[float]:
+    """Return the numbers of samples of the batches."""
+    sizes = [float(size) for size in given]
+    if strange := [size for size in sizes if not 0 < size < math.inf]:
         raise GrowthError(f"evaluate() gave a validation batch with {strange[0]:g} samples; give a number above 0 for every batch")
-    return losses
+    return sizes
 
 
 def averaged(by_rank: Sequence[Losses]) -> Losses:
-    """Average the losses over ranks, batch by batch. Ranks may have different numbers of batches.
+    """Average the losses over ranks, unit by unit. Ranks may have different numbers of units.
 
-    >>> averaged([Losses([1.0, 2.0], [3, 1]), Losses([5.0], [1])])
-    Losses(values=[2.0, 2.0], samples=[4, 1])
+    >>> averaged([Losses([1.0, 2.0], [3, 1]), Losses([5.0], [1])])[:2]
+    ([2.0, 2.0], [4, 1])
+    >>> averaged([Losses([1.0, 2.0], [1, 1], "groups", ["a", "b"]), Losses([4.0], [2], "groups", ["b"])]).values
+    [1.0, 3.3333333333333335]
     """
-    pairs = [list(zip(losses.values, losses.samples, strict=True)) for losses in by_rank]
-    batches = [[pair for pair in batch if pair is not None] for batch in zip_longest(*pairs)]
-    samples = [sum(size for _, size in batch) for batch in batches]
-    return Losses([sum(loss * size for loss, size in batch) / size for batch, size in zip(batches, samples, strict=True)], samples)
+    by_rank = _alike(*by_rank)
+    merged: dict[Hashable, list[tuple[float, float]]] = {}  # key or number -> (loss, samples) on every rank that has it
+    for losses in by_rank:
+        keys = range(len(losses.values)) if losses.keys is None else losses.keys
+        for key, loss, size in zip(keys, losses.values, losses.samples, strict=True):
+            merged.setdefault(key, []).append((loss, size))
+    samples = [sum(size for _, size in unit) for unit in merged.values()]
+    values = [sum(loss * size for loss, size in unit) / size for unit, size in zip(merged.values(), samples, strict=True)]
+    first = max(by_rank, key=lambda losses: len(losses.values))
+    return Losses(values, samples, first.unit, None if first.keys is None else list(merged), first.batches)
+
+
+def _alike(*evaluations: Losses) -> list[Losses]:
+    """Return evaluations in the same unit: if only some know the losses of their samples, all are by batch."""
+    units = {losses.unit for losses in evaluations}
+    if len(units) > 1 and "groups" in units:
+        kinds = " and of ".join(sorted(units))
+        raise GrowthError(f"evaluate() gave losses of {kinds}; it must return the same kind every time, on all ranks")
+    return [losses.by_batch() for losses in evaluations] if len(units) > 1 else list(evaluations)
 
 
 def _check_same_batches(first: Losses, then: Losses) -> None:
     """Raise GrowthError if two evaluations did not use batches of the same sizes."""
-    if first.samples == then.samples:
+    first, then = _alike(first, then)
+    if (first.samples, first.unit, first.keys) == (then.samples, then.unit, then.keys):
         return
     counts = len(first.values), len(then.values)
-    found = "batches of other sizes" if counts[0] == counts[1] else f"{counts[1]}"
+    found = f"{first.unit} of other sizes" if counts[0] == counts[1] else f"{counts[1]}"
     raise GrowthError(f"evaluate() gave {counts[0]} losses and then {found}; it must go through the same batches in the same order")
 
 
@@ -267,8 +363,29 @@ def confidence_of_look(look: int, looks: int | None) -> float:
     return 1 - MISJUDGED * whole / (look * (look + 1))
 
 
+def contribution_of(without: Losses, with_all: Losses, epoch: int, *, confidence: float = 1 - MISJUDGED) -> Contribution:
+    """Return the contribution of a seed from the losses without it and with all seeds."""
+    finest = _alike(without, with_all)[0]
+    return Contribution(gain_of(without, with_all, confidence=confidence), epoch, finest.unit, len(finest.values))
+
+
+def why_undecided(measured: Contribution, most: float) -> str:
+    """Return why no further look at a seed would decide about it, with the remedy; empty if one may.
+
+    Its interval is infinite, or reaches further than `most`, all that a model can gain over a constant predictor (`LossRange.range`), and
+    longer training does not make it narrower.
+    """
+    reach = (measured.gain.high - measured.gain.low) / 2
+    if reach <= most:
+        return ""
+    over = f" over {counted(measured.count, measured.unit)}" if measured.count else ""
+    remedy = REMEDY if measured.unit == "batches" else "use more validation samples"
+    return f"its interval{over} of validation data is ±{figure(reach)}, which cannot decide; {remedy}"
+
+
 def gain_of(without: Losses, with_all: Losses, *, confidence: float = 1 - MISJUDGED) -> Interval:
     """Return the mean of the paired differences between losses without a seed and with all seeds, with an interval."""
+    without, with_all = _alike(without, with_all)
     differences = [off - on for off, on in zip(without.values, with_all.values, strict=True)]
     return _interval(differences, with_all.samples, confidence=confidence)
 
