@@ -9,6 +9,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -31,7 +33,7 @@ from esper.rl.run_setup import Evaluated
 from esper.runs import Checkpoint, CheckpointRefused, EventRecord, SinkFailed, read
 from esper.runs.anomalies import Anomaly
 from esper.runs.catalog import open_run
-from esper.runs.folder import CHECKPOINTS
+from esper.runs.folder import CHECKPOINTS, chosen_folder
 from esper.vecenv import make
 from tests.commands import (
     Terminal,
@@ -505,3 +507,53 @@ def test_a_run_in_which_no_reward_was_finite_fails_and_says_so(
     assert "no reward was finite in the last 3 updates" in shown
     assert "a checkpoint is in run/checkpoints" in shown
     assert open_run("run").summary().state == "stopped"
+
+
+@pytest.mark.slow
+def test_a_run_that_died_between_its_last_checkpoint_and_its_end_gets_an_end_when_it_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Died(BaseException):
+        pass
+
+    def die(*_: object, **__: object) -> None:
+        raise Died
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training._Session, "_end", die)
+        with pytest.raises(Died):
+            train("run", 2, "--eval-episodes", "0")
+    Path("run/checkpoints/.tmp-step-000000000001").mkdir()
+    Path("run/.tmp-999999999-a").touch()
+    assert open_run("run").state() == "running"
+    assert main(["ppo", "train", "--resume", "--run", "run"]) == 0
+    assert open_run("run").state() == "finished"
+    assert list(Path("run").rglob(".tmp-*")) == []
+    before = Path("run/events.jsonl").read_bytes()
+    assert main(["ppo", "train", "--resume", "--run", "run"]) == 0
+    assert Path("run/events.jsonl").read_bytes() == before, "resuming a finished run changes nothing"
+
+
+@pytest.mark.slow
+def test_two_trainings_begun_in_the_same_second_take_two_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "strftime", lambda *_: "20260131-235959")
+    chosen: list[Path] = []
+
+    def begin(*_: object, **__: object) -> None:
+        """Choose a folder while another training has one without any file in it."""
+        with chosen_folder(None, "cue") as folder:
+            chosen.append(folder)
+            if len(chosen) < 3:
+                begin()
+
+    begin()
+    assert [folder.name for folder in chosen] == ["cue-20260131-235959", "cue-20260131-235959-2", "cue-20260131-235959-3"]
+    assert main(["ppo", "train", "cue", *OPTIONS, "--total-steps", str(UPDATE_STEPS)]) == 0
+    assert Path("runs/cue-20260131-235959-4/events.jsonl").is_file()
+
+
+def test_a_training_that_does_not_begin_leaves_no_folder() -> None:
+    assert main(["ppo", "train", "nothing-of-this-name"]) == 2
+    assert not Path("runs").exists()
+
+
+def test_the_module_is_the_command() -> None:
+    assert subprocess.run([sys.executable, "-m", "esper", "--version"], check=True, capture_output=True).stdout.startswith(b"esper ")

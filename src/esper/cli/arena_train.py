@@ -167,23 +167,23 @@ def _train(config: ArenaTrainConfig, arguments: ArenaArguments, group: Group) ->
     from esper.cli.progress import progress_sink
     from esper.league.league import LeagueError
     from esper.league.training import train_arena
-    from esper.runs.folder import default_folder
+    from esper.rl.training import shared_folder
 
-    folder = group.first(lambda: arguments.run or default_folder(f"arena-{config.arena.team_size}v{config.arena.team_size}"))
-    stop = StopSignals("update and the battles of its checkpoint")
-    options: dict[str, Any] = {
-        "sinks": [progress_sink(ArenaProgress(_members(folder) if arguments.resume else (), bot=config.eval_against))],
-        "should_stop": stop.was_asked,
-        "group": group,
-        "profile": arguments.profile,
-    }
-    with failures(folder, "arena train", FloatingPointError, LeagueError), stop:
-        result = train_arena(config, folder, resume=arguments.resume, **options)
-        progress = group.first(lambda: read_progress(folder))
-    record = None if result.evaluation is None else _record(result.evaluation)
-    _print_summary(result, record, progress, config)
-    print_profile(result.profile)
-    return CommandResult(_as_json(result, record, progress, config), stop.exit_code if result.status == "stopped" else OK)
+    with shared_folder(arguments.run, f"arena-{config.arena.team_size}v{config.arena.team_size}", group) as folder:
+        stop = StopSignals("update and the battles of its checkpoint")
+        options: dict[str, Any] = {
+            "sinks": [progress_sink(ArenaProgress(_members(folder) if arguments.resume else (), bot=config.eval_against))],
+            "should_stop": stop.was_asked,
+            "group": group,
+            "profile": arguments.profile,
+        }
+        with failures(folder, "arena train", FloatingPointError, LeagueError), stop:
+            result = train_arena(config, folder, resume=arguments.resume, **options)
+            progress = group.first(lambda: read_progress(folder))
+        record = None if result.evaluation is None else _record(result.evaluation)
+        _print_summary(result, record, progress, config)
+        print_profile(result.profile)
+        return CommandResult(_as_json(result, record, progress, config), stop.exit_code if result.status == "stopped" else OK)
 
 
 def _members(folder: Path) -> tuple[str, ...]:

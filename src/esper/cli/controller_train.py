@@ -104,23 +104,23 @@ def _train(config: ControllerConfig, arguments: ControllerArguments, group: Grou
     from esper.controller.training import CONTROLLER, train_controller
     from esper.fleet.config import FleetError
     from esper.growth.config import GrowthError
-    from esper.runs.folder import default_folder
+    from esper.rl.training import shared_folder
 
-    folder = group.first(lambda: arguments.run or default_folder("controller"))
-    stop = StopSignals("round of decisions, which may take minutes")
-    options: dict[str, Any] = {
-        "sinks": [progress_sink(ControllerProgress())],
-        "should_stop": stop.was_asked,
-        "group": group,
-        "profile": arguments.profile,
-    }
-    with failures(folder, "controller train", FloatingPointError, FleetError, GrowthError), stop:
-        result = train_controller(config, folder, resume=arguments.resume, **options)
-        progress = group.first(lambda: read_progress(folder))
-    controller = result.folder / CONTROLLER
-    _print_summary(result, controller, progress, config)
-    print_profile(result.profile)
-    return CommandResult(_as_json(result, controller, progress), stop.exit_code if result.status == "stopped" else 0)
+    with shared_folder(arguments.run, "controller", group) as folder:
+        stop = StopSignals("round of decisions, which may take minutes")
+        options: dict[str, Any] = {
+            "sinks": [progress_sink(ControllerProgress())],
+            "should_stop": stop.was_asked,
+            "group": group,
+            "profile": arguments.profile,
+        }
+        with failures(folder, "controller train", FloatingPointError, FleetError, GrowthError), stop:
+            result = train_controller(config, folder, resume=arguments.resume, **options)
+            progress = group.first(lambda: read_progress(folder))
+        controller = result.folder / CONTROLLER
+        _print_summary(result, controller, progress, config)
+        print_profile(result.profile)
+        return CommandResult(_as_json(result, controller, progress), stop.exit_code if result.status == "stopped" else 0)
 
 
 def _print_summary(result: RunResult, controller: Path, progress: ControllerProgress, config: ControllerConfig) -> None:

@@ -148,37 +148,42 @@ def _dry_run(config: TrainConfig, group: Group) -> CommandResult:
 def _train(config: TrainConfig, arguments: TrainArguments, group: Group) -> CommandResult:
     from esper.cli.ppo_progress import PPOProgress
     from esper.cli.progress import progress_sink
-    from esper.rl.training import train_run
-    from esper.runs.folder import default_folder
+    from esper.rl.training import shared_folder, train_run
 
-    folder = group.first(lambda: arguments.run or default_folder(config.env))
-    stop = StopSignals()
-    options: dict[str, Any] = {
-        "sinks": [progress_sink(PPOProgress())],
-        "should_stop": stop.was_asked,
-        "group": group,
-        "profile": arguments.profile,
-    }
-    with failures(folder, "ppo train", FloatingPointError), stop:
-        result = train_run(config, folder, resume=arguments.resume, **options)
-    _print_summary(result)
-    print_profile(result.profile)
-    return CommandResult(_as_json(result), stop.exit_code if result.status == "stopped" else 0)
+    with shared_folder(arguments.run, config.env, group) as folder:
+        stop = StopSignals()
+        options: dict[str, Any] = {
+            "sinks": [progress_sink(PPOProgress())],
+            "should_stop": stop.was_asked,
+            "group": group,
+            "profile": arguments.profile,
+        }
+        with failures(folder, "ppo train", FloatingPointError), stop:
+            result = train_run(config, folder, resume=arguments.resume, **options)
+        _print_summary(result)
+        print_profile(result.profile)
+        return CommandResult(_as_json(result), stop.exit_code if result.status == "stopped" else 0)
 
 
 def _train_seeds(base: TrainConfig, arguments: TrainArguments, group: Group) -> CommandResult:
     """Train with several seeds, one run after another."""
-    from esper.cli.ppo_progress import PPOProgress
-    from esper.cli.progress import progress_sink
-    from esper.cli.seeds import train_seeds
-    from esper.rl.training import ENVIRONMENT, check_changes, train_run
-    from esper.runs.folder import default_folder
+    from esper.runs.folder import chosen_folder
 
     if arguments.profile:
         raise CommandError("--profile profiles one run; leave out --seeds")
     if group.world_size > 1:
         raise CommandError("--seeds trains one run after another in one process; leave out torchrun, or --seeds")
-    folder, saved, stop = arguments.run or default_folder(base.env), None, StopSignals()
+    with chosen_folder(arguments.run, base.env) as folder:
+        return _train_seeds_in(folder, base, arguments, group)
+
+
+def _train_seeds_in(folder: Path, base: TrainConfig, arguments: TrainArguments, group: Group) -> CommandResult:
+    from esper.cli.ppo_progress import PPOProgress
+    from esper.cli.progress import progress_sink
+    from esper.cli.seeds import train_seeds
+    from esper.rl.training import ENVIRONMENT, check_changes, train_run
+
+    saved, stop = None, StopSignals()
     values = {name: getattr(base, name) for name in TrainConfig.__struct_fields__}
     if arguments.resume:
         if not holds_seeds(folder):

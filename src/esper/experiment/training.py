@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from esper.config import load_saved, saved_text
 from esper.devices import determinism, find_device, threads
 from esper.experiment.config import GrowTaskConfig
 from esper.experiment.work import Work, make_work
-from esper.files import MAX_FILE_BYTES, FileError, check_in_run, make_folder, read_file, read_in_run
+from esper.files import MAX_FILE_BYTES, FileError, check_in_run, read_file, read_in_run
 from esper.growth.batches import example_of
 from esper.growth.config import GrowthError
 from esper.growth.events import FinalTest, TwinCompared
@@ -48,7 +48,7 @@ from esper.growth.training_loop import move
 from esper.profiling import profiling
 from esper.runs import Sink, check_installed, sinks_in
 from esper.runs.cards import write_card
-from esper.runs.folder import CONFIG, EVENTS, GROW, TWIN, RunError, default_folder, remove_empty
+from esper.runs.folder import CONFIG, EVENTS, GROW, TWIN, RunError, chosen_folder
 from esper.statistics import student_interval
 
 COPY = "controller.safetensors"  # the run's own copy of the file of its controller
@@ -267,25 +267,9 @@ def check_same(saved: GrowTaskConfig, wanted: GrowTaskConfig, folder: Path) -> N
         raise RunError(f"the run in {folder} has a twin, and it stays")
 
 
-@contextlib.contextmanager
-def run_folder(config: GrowTaskConfig, wanted: Path | None) -> Iterator[Path]:
-    """Yield the folder to train in. If it was made here and an error leaves it empty, it is removed."""
-    if wanted is not None:
-        yield wanted  # made later, by the run that holds its lock
-        return
-    # Make the folder at once, so that no other run can choose it. If another one was faster, propose the next.
-    folder, made = _proposed(config), list[Path]()
-    while folder not in (made := [*make_folder(folder), *made]):
-        folder = _proposed(config)
-    try:
-        yield folder
-    except BaseException:
-        remove_empty(made)
-        raise
-
-
-def _proposed(config: GrowTaskConfig) -> Path:
-    return default_folder(f"{config.task}-{config.host}" if config.task is not None else str(config.model))
+def run_folder(config: GrowTaskConfig, wanted: Path | None) -> contextlib.AbstractContextManager[Path]:
+    """Return the context of the folder to train in; see `chosen_folder`."""
+    return chosen_folder(wanted, f"{config.task}-{config.host}" if config.task is not None else str(config.model))
 
 
 def has_begun(folder: Path) -> bool:

@@ -57,7 +57,7 @@ from esper.runs import (
     sinks_in,
 )
 from esper.runs.cards import write_card
-from esper.runs.folder import CONFIG, EVENTS, Kind as RunKind, RunError, check_holds_a_run, check_is_free, default_folder, locked
+from esper.runs.folder import CONFIG, EVENTS, Kind as RunKind, RunError, check_holds_a_run, check_is_free, chosen_folder, locked
 from esper.runs.telemetry import Level
 from esper.statistics import student_interval
 from esper.text_table import duration
@@ -300,16 +300,25 @@ def _with_sinks(config: Any, tensorboard: bool | None, wandb: WandbMode | None) 
 def _begin(config: Any, folder: Path | str | None, env: EnvSource | None, options: Options) -> RunResult:
     """Train in a new folder. Everything is built and checked before the folder is made."""
     trainer, group = options.trainer, options.group
-    place = group.first(lambda: default_folder(trainer.title(config)) if folder is None else Path(folder))
-    group.first(lambda: check_is_free(place))
     check_installed(tensorboard=config.tensorboard, wandb=config.wandb)
     with (
+        shared_folder(None if folder is None else Path(folder), trainer.title(config), group, must_be_free=True) as place,
         named(trainer.title(config), env),
         trainer.prepare(config, options.encoder, group) as (ppo, relay),
         group.only_first(lambda: _new_log(config, place, options)) as log,
         contextlib.closing(_Session(config, place, ppo, relay, log, options)) as session,
     ):
         return session.run()
+
+
+@contextlib.contextmanager
+def shared_folder(wanted: Path | None, title: str, group: Group, *, must_be_free: bool = False) -> Iterator[Path]:
+    """Yield the folder in which all processes of a group train; see `chosen_folder`."""
+    with group.only_first(lambda: chosen_folder(wanted, title)) as own:
+        place = Path(group.first(lambda: str(own)))
+        if must_be_free:
+            group.first(lambda: check_is_free(place))
+        yield place
 
 
 @contextlib.contextmanager
@@ -335,8 +344,8 @@ def _resume(config: Any, folder: Path, options: Options) -> RunResult:
     trainer, group = options.trainer, options.group
     checkpoint = group.first(lambda: _latest(folder))
     is_trained = checkpoint is not None and _is_trained(checkpoint, trainer.total_steps(config, group), _seconds_of(config))
-    # The run had finished if all steps were trained and the evaluation at the end was done, or none is configured.
-    if checkpoint is not None and is_trained and not group.first(lambda: trainer.is_evaluated(config) and not _has_evaluation(folder)):
+    # A run that was killed after its last checkpoint goes on: its evaluation, its end or both are missing in the log.
+    if checkpoint is not None and is_trained and group.first(lambda: _has_ended(folder)):
         group.first(lambda: _write_further_files(trainer, folder, config, checkpoint))
         return _result_of(checkpoint, folder)
     with trainer.prepare(config, options.encoder, group) as (ppo, relay):
@@ -368,10 +377,10 @@ def _latest(folder: Path) -> Checkpoint | None:
     return store.load("latest") if store.has_any() else None
 
 
-def _has_evaluation(folder: Path) -> bool:
-    """Return whether the log holds the evaluation at the end. One of an earlier end, with fewer steps, was cut when the run was resumed."""
+def _has_ended(folder: Path) -> bool:
+    """Return whether the log says that the training has finished. An earlier end, with fewer steps, was cut when the run was resumed."""
     try:
-        return any(isinstance(record.event, Evaluated) for record in read(folder / EVENTS))
+        return any(isinstance(record.event, RunEnded) and record.event.status == "finished" for record in read(folder / EVENTS))
     except (OSError, EventError):
         return False
 

@@ -20,6 +20,7 @@ from typing import Literal
 
 from esper.files import (
     MAX_CONFIG_BYTES,
+    TEMPORARY,
     FileError,
     make_folder,
     open_in_run,
@@ -57,6 +58,25 @@ def default_folder(env: str, *, root: Path | str = "runs") -> Path:
         count += 1
         folder = Path(root) / f"{name}-{count}"
     return folder
+
+
+@contextlib.contextmanager
+def chosen_folder(wanted: Path | None, title: str) -> Iterator[Path]:
+    """Yield the folder to train in: the wanted one, or a new one named after the training and the time.
+
+    A new one is made at once, so that no other process can choose it, and removed if an error leaves it empty.
+    """
+    if wanted is not None:
+        yield wanted  # made later, by the run that holds its lock
+        return
+    folder, made = default_folder(title), list[Path]()
+    while folder not in (made := [*make_folder(folder), *made]):  # another process was faster
+        folder = default_folder(title)
+    try:
+        yield folder
+    except BaseException:
+        remove_empty(made)
+        raise
 
 
 def check_is_free(folder: Path, *, results: Sequence[str] = ()) -> None:
@@ -142,6 +162,7 @@ def _lock(folder: Path) -> contextlib.AbstractContextManager[object]:
             # The previous holder may have removed the file, and another process may have created a new one. This lock would then protect
             # nothing, so try again.
             if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / LOCK)):
+                _remove_leftovers(folder)
                 return file
         except BlockingIOError as error:
             file.close()
@@ -152,6 +173,13 @@ def _lock(folder: Path) -> contextlib.AbstractContextManager[object]:
             file.close()
             raise
         file.close()
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files that a killed process left in a run. A twin has a lock of its own."""
+    for place, inside, _ in os.walk(folder):
+        remove_temporaries(Path(place))
+        inside[:] = [name for name in inside if name != TWIN and not name.startswith(TEMPORARY)]
 
 
 class NewFolder:
