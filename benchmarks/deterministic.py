@@ -6,7 +6,7 @@ Each training runs twice in a new folder, and everything that it writes is compa
 and all events but for what depends on the clock.
 
     growth       `esper.grow` of a convolutional host with seeds in depth and in width, raised jointly or in the shadow
-    fleet        eight hosts in one program, with seeds in depth and in width
+    fleet        five hosts in one program, with seeds in depth and in width
     learner      `esper ppo train` in a task that needs memory
 
 With `--control` each is also trained twice without the switch, which shows what it is for.
@@ -47,7 +47,7 @@ def is_of_clock(path: str) -> bool:
 def small_task() -> Task:
     """Return a part of the digits."""
     task = load_task("digits")
-    train, validation = (Split(part.inputs[:count], part.targets[:count]) for part, count in ((task.train, 192), (task.validation, 64)))
+    train, validation = (Split(part.inputs[:count], part.targets[:count]) for part, count in ((task.train, 128), (task.validation, 64)))
     return replace(task, train=train, validation=validation)
 
 
@@ -68,18 +68,19 @@ def fleet(folder: Path, device: str, is_on: bool, *, epochs: int, precision: Any
     growth = GrowthConfig(lifecycle=LifecycleConfig(holding_epochs=1), budget=BudgetConfig(max_parameters=None, max_flops=None))
     with determinism(is_on):
         config = FleetConfig(precision=precision, batch_size=32, validation_batch=64)
-        hosts = Fleet(small_task(), make_host, hosts=8, growth=growth, config=config, device=device)
-        hosts.reset({row: HostConfig(seed=row, horizon=epochs) for row in range(8)})
+        hosts = Fleet(small_task(), make_host, hosts=5, growth=growth, config=config, device=device)
+        hosts.reset({row: HostConfig(seed=row, horizon=epochs) for row in range(5)})
         slots = list(hosts.places)
         found: Values = {}
         for epoch in range(epochs):
             if epoch == 1:
-                hosts.decide({row: Decision((Germinate(slots[0], "test", "conv3x3"),), probe=row % 2 == 0) for row in (0, 1, 2)})
-                hosts.decide({row: Decision((Germinate(slots[1], "test", "widen_100"),)) for row in (3, 4)})
+                deep = Germinate(slot=slots[0], blueprint="conv3x3", reason="test")
+                wide = Germinate(slot=slots[1], blueprint="widen_100", reason="test")
+                hosts.decide({row: Decision((deep,), probe=row % 2 == 0) for row in (0, 1, 2)} | {row: Decision((wide,)) for row in (3, 4)})
             if epoch == 2:
-                hosts.decide({row: Decision((Advance(slots[0], "test"),)) for row in (0, 1)})
+                hosts.decide({row: Decision((Advance(slot=slots[0], reason="test"),)) for row in (0, 1)})
             hosts.advance()
-            found |= {f"{epoch}/{row}": host.host_growth.history.val_losses[-1] for row, host in enumerate(hosts.rows)}
+            found |= {f"{epoch}/{row}": host.lifecycles.history.val_losses[-1] for row, host in enumerate(hosts.rows)}
         structure, tensors = split(hosts.state_dict())
         return found | {name: tensor.numpy() for name, tensor in tensors.items()} | {"structure": str(structure)}
 
@@ -92,7 +93,9 @@ def make_host(seed: int) -> ConvHost:
 
 def learned(folder: Path, device: str, is_on: bool, *, updates: int) -> Values:
     ppo = PPOConfig(num_steps=32, num_epochs=2, num_minibatches=2)
-    config = TrainConfig(env="cue", num_envs=8, total_steps=updates * 256, checkpoint_every=2, device=device, deterministic=is_on, ppo=ppo)
+    config = TrainConfig(
+        env="cue", num_envs=8, total_steps=updates * 256, checkpoint_every=2, eval_episodes=0, device=device, deterministic=is_on, ppo=ppo
+    )
     train_run(config, folder / "run")
     return values_of(folder / "run")
 
