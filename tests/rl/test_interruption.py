@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import gymnasium
 import numpy as np
 import pytest
@@ -65,6 +68,43 @@ def test_training_goes_on_with_whole_episodes_after_a_rollout_was_broken_off(err
     expected = sum(0.99**step for step in range(32))
     assert ppo.learner.reward_normalizer.running.tolist() == pytest.approx([expected] * 3), before
     assert all_are_whole(ppo)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # how Gymnasium starts its workers on Linux
+def test_ctrl_c_in_a_terminal_leaves_environments_in_other_processes_alive(monkeypatch):
+    env = make(Fifty, 3, vectorization_mode="async")
+    try:
+        ppo = learner(env)
+        waits = iter([*[False] * 40, True])
+        inner = env.vector_env
+        original = inner.step_wait
+
+        def step_wait(*args, **kwargs):
+            if next(waits, False):
+                for process in inner.processes:  # as a terminal does it
+                    os.kill(process.pid, signal.SIGINT)
+                raise KeyboardInterrupt
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(inner, "step_wait", step_wait)
+        with pytest.raises(KeyboardInterrupt):
+            ppo.learn(10_000)
+        assert all_are_whole(ppo)
+    finally:
+        env.close()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium tells of the error in the other process
+def test_an_error_in_another_process_is_followed_by_the_advice_to_make_the_environments_again():
+    ppo = learner(make(lambda: Fifty(40, ValueError), 3, vectorization_mode="async"))
+    with pytest.raises(ValueError, match="stop"):
+        ppo.learn(10_000)
+    with pytest.raises(ValueError, match="processes of its environments have ended after an error; make the environments again"):
+        ppo.learn(10_000)
+    ppo.env.vector_env.close(terminate=True)
 
 
 def test_training_goes_on_with_whole_episodes_after_an_update_was_broken_off():

@@ -84,7 +84,7 @@ class GymnasiumEnv:
     def reset(self, seed: int | None = None) -> Timestep:
         seed, self._next_seed = self._next_seed if seed is None else seed, None
         with _explained(self.name, "reset", "(observation, info)"):
-            raw, infos = self.vector_env.reset(seed=seed)
+            raw, infos = self._reset_all(seed)
         self._resetting = None
         nothing = torch.zeros(self.num_envs, dtype=torch.bool)
         return Timestep(self._observe(raw), torch.zeros(self.num_envs), nothing, nothing.clone(), self._masks.read(raw, infos))
@@ -122,6 +122,17 @@ class GymnasiumEnv:
 
     def close(self) -> None:
         self.vector_env.close()
+
+    def _reset_all(self, seed: int | None) -> tuple[Any, dict[str, Any]]:
+        """Reset all environments, also after a step in other processes that an error or Ctrl-C has broken off."""
+        if None in getattr(self.vector_env.unwrapped, "parent_pipes", ()):
+            raise ValueError(f"{self.name}: processes of its environments have ended after an error; make the environments again")
+        try:
+            result: tuple[Any, dict[str, Any]] = self.vector_env.reset(seed=seed)
+        except gymnasium.error.AlreadyPendingCallError:  # take the answer of the step that nobody waited for
+            self.vector_env.unwrapped.step_wait()
+            result = self.vector_env.reset(seed=seed)
+        return result
 
     def _observe(self, raw: Any) -> Obs:
         return {part.name: torch.from_numpy(part.convert(part.find(raw))) for part in self._parts}

@@ -13,7 +13,9 @@ import contextlib
 import copy
 import importlib
 import inspect
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
@@ -122,7 +124,11 @@ def _make_gymnasium(source: EnvSource, num_envs: int, wrappers: Sequence[Callabl
     # Gymnasium's default, NEXT_STEP, spends one step per episode on the reset: half of all steps if episodes have one step.
     vector_kwargs = {"autoreset_mode": AutoresetMode.SAME_STEP, **(kwargs.pop("vector_kwargs", None) or {})}
 
+    owner = os.getpid()
+
     def make_one() -> Any:
+        if os.getpid() != owner:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes, and only the first one answers it
         env = gymnasium.make(source, **kwargs) if is_id else source(**kwargs)
         if not isinstance(env, gymnasium.Env):
             raise ValueError(f"{_name_of(source)} must make a gymnasium.Env; got {_foreign(env)}")
