@@ -83,6 +83,33 @@ def test_the_parts_of_an_observation_fill_it(text):
     assert int(found[-1][1]) == observation_width(ArenaConfig())
 
 
+@pytest.mark.parametrize(
+    ("title", "said"),
+    [
+        ("A battle", "a radius of 4 to 11 m, drawn for each map, and never more than a sixth of its side"),
+        ("Ground", "takes 5 points of the legs for every m/s above that: 19 off 5 m"),
+        ("Ground", "only one that hits the ground in its column wears it"),
+        ("Ground", "a unit among trees higher than its eyes (1.6 m) neither sees nor is seen, not even from 1 m away"),
+        ("Units", "its stability is full from then on"),
+        (
+            "Units",
+            "A dead unit stays where it comes to rest. It is no obstacle, stops no shots and takes no damage; its projectiles fly on",
+        ),
+        ("Weapons", "Height counts in the range and not in the arc, which is horizontal"),
+        ("Weapons", "it passes units, and also a wall or smoke behind which the target has gone in the meantime"),
+        ("Weapons", "flies for at most 62.4 m (missile), 24 m (gauss), 15 m (autocannon) and 24.8 m (smoke)"),
+        ("Weapons", "The legs take as much in addition, and stability falls by the same share"),
+        ("Weapons", "Walls do not stop splash, and splash does not wear them"),
+        (
+            "Observation",
+            "headings, velocities, legs, stability, fuel, venting, loading of weapons, suppression, paint, smoke, projectiles and",
+        ),
+    ],
+)
+def test_the_rule_book_states_what_situations_show(text, title, said):
+    assert said in section(text, title), "test_rules_by_situation.py has the situations"
+
+
 def test_the_view_of_the_whole_battle_lists_the_fields_of_units_and_of_the_battle(text):
     shown = section(text, "Observation").split("\n### The whole battle\n")[1]
     assert f"vector of {state_width(ArenaConfig())} numbers" in shown

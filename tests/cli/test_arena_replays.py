@@ -43,10 +43,10 @@ def staged(tmp_path: Path) -> Path:
     ("argv", "message"),
     [
         (["replay"], "FILE_OR_RUN"),
-        (["replay", "nowhere"], "there is no nowhere; give a replay, or the folder of a run"),
+        (["replay", "nowhere"], "there is no file or folder nowhere; give a replay, or the folder of a run"),
         (["replay", "empty"], "there are no replays in empty/replays"),
         (["replay", "text"], "text cannot be read as a safetensors file"),
-        (["watch", "nowhere"], "there is no nowhere; give a replay, or the folder of a run"),
+        (["watch", "nowhere"], "there is no file or folder nowhere; give a replay, or the folder of a run"),
         (["watch", "empty"], "there are no replays in empty/replays"),
         (["watch", "text"], "text cannot be read as a safetensors file"),
         (["watch", "run", "--port", "70000", "--no-show"], "port 70000 of 127.0.0.1 cannot be used"),

@@ -97,7 +97,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, capsys: py
 def test_the_command_line_wins_over_the_file_and_gamma_is_that_of_learner_and_reward(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "mine.toml").write_text("total_steps = 300\n[arena]\nteams = 3\nbattles = 32\n[selfplay]\nbots = ['weak']\n")
+    (tmp_path / "mine.toml").write_text("total_steps = 300\n[arena]\nteam_size = 3\nbattles = 32\n[selfplay]\nbots = ['weak']\n")
     argv = ["arena", "train", *OPTIONS[4:], "--config", "mine.toml", "--battles", "8", "--gamma=0.9", "--dry-run", "--json"]
     assert main(argv) == 0
     config = last_line(capsys.readouterr().out)["config"]

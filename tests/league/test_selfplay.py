@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,8 @@ from esper.arena.config import BOTS, ArenaRewardConfig
 from esper.arena.native import layout as at
 from esper.arena.native.simulation import BEGIN, DECIDE
 from esper.arena.orders import as_motion
-from esper.config import ConfigError, load_saved
-from esper.league.config import RATED, ArenaTrainConfig, LeagueConfig, SelfPlayConfig
+from esper.config import ConfigError
+from esper.league.config import RATED, LeagueConfig, SelfPlayConfig
 from esper.league.events import LeagueChanged, RoundFought
 from esper.league.league import LEARNER
 from esper.league.opponents import SCRIPTED, SELF, BotOpponents, divide_battles
@@ -514,9 +513,3 @@ def test_past_selves_may_be_on_another_device() -> None:
     assert (player.policy.device.type, player.rows.device.type) == ("cpu", "cuda")
     assert None not in env.opponent_slots.names
     assert player.state.any()
-
-
-def test_the_settings_of_runs_that_named_opponent_slots_seats_still_load(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text("[selfplay]\npast_seats = 3\nseat_rollouts = 7\n")
-    selfplay = load_saved(ArenaTrainConfig, tmp_path / "config.toml").selfplay
-    assert (selfplay.opponent_slots, selfplay.slot_rollouts) == (3, 7)

@@ -55,7 +55,7 @@ class ArenaConfig(Config):
     seconds: PositiveFloat = 125.0  # time limit of a battle
     contacts: Width = 5  # number of nearest sensed enemies that a unit observes and can aim at
     allies: NonNegativeInt = 4  # number of nearest units of the own team that it observes
-    state_view: bool = False  # add the whole battle to the observations, for a centralised critic
+    state_view: bool = False  # add a summary of the whole battle to the observations, for a centralised critic
     reward: ArenaRewardConfig = ArenaRewardConfig()
 
     def check(self) -> None:

@@ -8,7 +8,7 @@ The same by name: `gymnasium.make_vec("esper/2v2-open-v1", num_envs=64, opponent
 
 An observation is a dictionary, with units in the order of `ArenaConfig.pack`:
     observation   [T, width]      what each unit observes, see `esper.arena.observe`; zeros for the dead
-    state         [state width]   the whole battle from the team's view, for a centralised critic
+    state         [state width]   a summary of the whole battle, for a centralised critic; STATE_LACKS of `observe` is not in it
     action_mask   [T, choices]    int8, allowed choices of all heads, one head after the other
     target_mask   [T, 8, C]       int8, allowed targets for each choice of the head `fire`
 

@@ -114,6 +114,11 @@ STATE_UNIT = (
     Field("heat", 1, "share of the class's cap"),
     Field("is_helpless", 1, "0 or 1: fallen or shut down"),
 )
+# The view of the whole battle is not its whole state: these are not part of it.
+STATE_LACKS = (
+    "headings", "velocities", "legs", "stability", "fuel", "venting", "loading of weapons", "suppression", "paint", "smoke", "projectiles",
+    "terrain",
+)  # fmt: skip
 STATE_BATTLE = tuple(field for field in OWN if field.name in ("zone_radius", "zone_holder", "score", "clock"))
 
 

@@ -9,8 +9,9 @@
 An agent is a unit, named by its team, its class and its number among the team's units of that class: "blue_scout_0" is the first scout of
 the second team. Names and their order never change: a team's units are in the order of `ArenaConfig.pack`, the red team first. All agents
 leave when the battle ends; the last observation is the end of the battle. A dead agent stays until then, because it is paid what its team
-gets: its actions have no effect. If the dead are not paid (`ArenaRewardConfig.pays_dead`), an agent leaves when it dies. `state()` is the
-whole battle, for a centralised critic. For many battles at once, use `esper.arena.gymnasium_vector` or `esper.arena.env.ArenaEnv`.
+gets: its actions have no effect. If the dead are not paid (`ArenaRewardConfig.pays_dead`), an agent leaves when it dies. `state()` is a
+summary of the whole battle, for a centralised critic. For many battles at once, use `esper.arena.gymnasium_vector` or
+`esper.arena.env.ArenaEnv`.
 """
 
 from __future__ import annotations
@@ -123,7 +124,9 @@ class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # typ
         return observations, rewards, terminations, truncations, infos
 
     def state(self) -> Array:
-        """Return the whole battle as the first team sees it: STATE_UNIT of `esper.arena.observe` for every unit, then STATE_BATTLE."""
+        """Return a summary of the whole battle in the world frame of the first team: STATE_UNIT of `esper.arena.observe` for every unit,
+        then STATE_BATTLE. It is not the full state: STATE_LACKS says what is missing, such as headings, velocities and terrain.
+        """
         whole: Array = self._battle.simulation.views["whole"][0, 0].numpy().copy()
         return whole
 

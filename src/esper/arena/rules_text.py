@@ -9,10 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from esper.arena.config import DECISION_S, LARGEST, SMALLEST, ArenaConfig, ArenaRewardConfig, in_flight
+from esper.arena.config import DECISION_S, LARGEST, SMALLEST, ArenaConfig, ArenaRewardConfig, in_flight, life_ticks
+from esper.arena.maps import LARGEST_ZONE_M, SMALLEST_ZONE_M
 from esper.arena.observe import (
     CELL_M,
     STATE_BATTLE,
+    STATE_LACKS,
     STATE_UNIT,
     VIEW,
     Field,
@@ -76,7 +78,8 @@ def _battle() -> list[str]:
         "## A battle",
         "",
         f"Two teams of {config.team_size} units each (`team_size`) start in opposite corners of a square map and fight over the zone, a "
-        "disc around its centre. The team with more tons in the zone holds it; units count on the ground and in the air. A team wins by "
+        f"disc around its centre with a radius of {SMALLEST_ZONE_M:g} to {LARGEST_ZONE_M:g} m, drawn for each map, and never more than a "
+        "sixth of its side. The team with more tons in the zone holds it; living units count on the ground and in the air. A team wins by "
         f"holding the zone for {_share(PHYSICS.win_share)} of the battle's {config.seconds:g} s, or by being the only one with living "
         "units.",
         "",
@@ -111,8 +114,15 @@ def _ground() -> list[str]:
     return [
         "## Ground",
         "",
-        f"Every column has a height, a material and hit points. Units walk up and down steps of up to {CLIMB_M:g} m; higher steps stop "
-        "them. A column stops shots below its top, and blocks the sight of what is behind it. A destroyed column becomes open ground.",
+        f"Every column has a height, a material and hit points. Units walk up and down steps of up to {CLIMB_M:g} m; higher steps up stop "
+        f"them, and off higher ones they fall. A landing faster than {PHYSICS.landing_mps:g} m/s, off more than {_harmless_m():.1f} m, "
+        f"takes {PHYSICS.landing_damage:g} points of the legs for every m/s above that: {_landing_damage(5.0):.0f} off 5 m.",
+        "",
+        "A column stops projectiles below its top, and blocks the sight of what is behind it. It becomes open ground of height 0 when "
+        "projectiles that hit it have done as much damage as it has hit points. A burst wears only the column that it hits, by the "
+        "damage of a direct hit. Foliage stops no projectile, so only one that hits the ground in its column wears it. It blocks "
+        f"sight also from within: a unit among trees higher than its eyes ({PHYSICS.eye_m:g} m) neither sees nor is seen, not even from "
+        "1 m away.",
         "",
         *_spec_table({material.name.lower(): spec for material, spec in MATERIALS.items()}, MaterialSpec),
     ]
@@ -123,10 +133,14 @@ def _units() -> list[str]:
         "## Units",
         "",
         "A unit hotter than its cap shuts down: it neither moves nor fires until it has cooled to "
-        f"{_share(PHYSICS.restart_share)} of the cap. A unit without stability falls and lies for {PHYSICS.fallen_s:g} s. "
+        f"{_share(PHYSICS.restart_share)} of the cap. A unit without stability falls and lies for {PHYSICS.fallen_s:g} s; "
+        "its stability is full from then on, so that hits meanwhile make it lie no longer, and it gets up with all of it. "
         f"A venting unit cools {PHYSICS.vent_cooling:g} times as fast, but cannot fire, moves at {_share(PHYSICS.venting_factor)} of its "
         f"speed, and is sensed by all enemies within {PHYSICS.hot_m:g} m. Direct hits from behind, more than "
         f"{PHYSICS.rear_deg:g}° off the nose, do {PHYSICS.rear_factor:g} times the damage.",
+        "",
+        "A dead unit stays where it comes to rest. It is no obstacle, stops no shots and takes no damage; its projectiles fly on, and its "
+        "smoke stays.",
         "",
         *_spec_table(CLASSES, UnitClass),
     ]
@@ -135,20 +149,48 @@ def _units() -> list[str]:
 def _weapons() -> list[str]:
     config = ArenaConfig()
     flying = _listed(f"{name} {in_flight(weapon)}" for name, weapon in WEAPONS.items() if weapon.flight_mps)
+    flown = _listed(
+        f"{life_ticks(weapon) * PHYSICS.tick_s * weapon.flight_mps:.3g} m ({name})" for name, weapon in WEAPONS.items() if weapon.flight_mps
+    )
     return [
         "## Weapons",
         "",
         "A weapon fires in every tick of a decision in which it is loaded, its target is alive, in range and in the arc ahead, and its "
-        "unit is neither fallen nor shut down nor venting. A weapon that hits at once needs a target that is seen when the unit decides. A "
-        "weapon with projectiles needs a target that is sensed; a projectile hits whatever is in its way: terrain, friends or enemies. A "
-        "burst damages all units around it, also the one that fired. A unit has at most "
-        f"{CLOUDS} clouds of smoke at the same time.",
+        "unit is neither fallen nor shut down nor venting. Height counts in the range and not in the arc, which is horizontal.",
+        "",
+        "A weapon that hits at once needs a target that is seen when the unit decides. Until the next decision it strikes that target "
+        "and nothing else: it passes units, and also a wall or smoke behind which the target has gone in the meantime.",
+        "",
+        "A weapon with projectiles needs a target that is sensed. A projectile hits whatever is in its way: terrain, friends or enemies. "
+        f"One that hits nothing flies for at most {flown}, and then ends without a burst. A homing one whose target "
+        "is dead flies straight on.",
+        "",
+        "A burst of a weapon with splash damages all units around it, also friends and the one that fired, but for the unit that it hits "
+        f"directly: {_share(PHYSICS.splash_share)} of a direct hit's damage in the middle, less with the distance to the middle of a body, "
+        "and 0 at the edge. The legs take as much in addition, and stability falls by the same share of the loss by a direct hit. Walls "
+        "do not stop splash, and splash does not wear them. The back of a unit is not special to it.",
+        "",
+        f"A cloud of smoke stands where its shell ends. A unit has at most {CLOUDS} at the same time; the next one replaces the oldest.",
         "",
         *_spec_table(WEAPONS, Weapon),
         "",
         f"Every unit has slots for its projectiles, {config.projectiles} in teams of {config.team_size}. They are enough for the largest "
         f"number of projectiles that its weapons can have in the air: {flying}.",
     ]
+
+
+def _harmless_m() -> float:
+    """Return the height of the highest drop that damages no legs."""
+    return PHYSICS.landing_mps**2 / (2 * PHYSICS.gravity_mps2)
+
+
+def _landing_damage(height_m: float) -> float:
+    """Return the damage to the legs by a drop, which gains speed tick by tick."""
+    speed = height = 0.0
+    while height < height_m:
+        speed += PHYSICS.gravity_mps2 * PHYSICS.tick_s
+        height += speed * PHYSICS.tick_s
+    return max(speed - PHYSICS.landing_mps, 0.0) * PHYSICS.landing_damage
 
 
 def _physics() -> list[str]:
@@ -235,7 +277,8 @@ def _observation() -> list[str]:
         "",
         "### The whole battle",
         "",
-        f"With `state_view` there is a second vector of {state_width(config)} numbers for a centralised critic. It begins with these "
+        f"With `state_view` there is a second vector of {state_width(config)} numbers for a centralised critic. It is a summary: "
+        f"{_listed(STATE_LACKS)} are not part of it. It begins with these "
         "fields of every unit, own team first, whether sensed or not:",
         "",
         *_fields_table(STATE_UNIT),

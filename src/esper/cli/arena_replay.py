@@ -43,7 +43,7 @@ def run(argv: list[str], prog: str) -> CommandResult:
     arguments = parse(ReplayArguments, argv, prog, description=DESCRIPTION)
     path = arguments.path
     if not path.exists():
-        raise CommandError(f"there is no {path}; give a replay, or the folder of a run")
+        raise CommandError(f"there is no file or folder {path}; give a replay, or the folder of a run")
     with user_errors():
         return _listed(path, prog) if path.is_dir() else _shown(path, arguments)
 
@@ -162,7 +162,7 @@ def run_watch(argv: list[str], prog: str) -> CommandResult:
             "--demo plays a battle of its own; leave the file out" if arguments.demo else "give a replay or a run, or --demo"
         )
     if arguments.path is not None and not arguments.path.exists():
-        raise CommandError(f"there is no {arguments.path}; give a replay, or the folder of a run")
+        raise CommandError(f"there is no file or folder {arguments.path}; give a replay, or the folder of a run")
     from esper.dashboard.watch import check_nicegui, list_replays, serve
 
     addresses: list[str] = []

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from esper.arena.config import ArenaConfig, BotName, TeamSize
 from esper.config import Config, ConfigError, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Threads, Width
-from esper.rl.config import NetworkConfig, PPOConfig
+from esper.rl.config import NetworkConfig, PPOConfig, ThresholdsConfig
 from esper.rl.run_config import ShownConfig
 
 PairedBattles = Annotated[int, Meta(ge=2, le=2**20, multiple_of=2)]  # battles of a match: two on every map, one from each side
@@ -95,6 +95,8 @@ class ArenaTrainConfig(ShownConfig):
         entropy_coef_end=0.001,
         normalize_observations=False,
         network=NetworkConfig(core="none", hidden_size=64, log_std=-1.0),
+        # The heads of fire matter in few decisions, and at first with one choice in most of these: low entropy says nothing about them.
+        thresholds=ThresholdsConfig(entropy_collapse=0.0),
     )
 
     def check(self) -> None:
