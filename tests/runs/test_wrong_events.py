@@ -19,6 +19,7 @@ from esper.config import Config, ConfigError, save
 from esper.controller.config import ControllerConfig
 from esper.dashboard.data import Watcher, name_in_address
 from esper.growth.config import GrowthConfig, GrowthError
+from esper.growth.lifecycle.stages import Stage
 from esper.growth.report.html import write_report
 from esper.league.config import ArenaTrainConfig
 from esper.rl import TrainConfig
@@ -26,7 +27,7 @@ from esper.runs import Event, EventError, EventLog
 from esper.runs.cards import write_card
 from esper.runs.catalog import find_runs, open_run
 from esper.runs.compare import compare_runs
-from esper.runs.events import _MODULES
+from esper.runs.events import _MODULES, fields_of
 from esper.runs.folder import CONFIG, EVENTS, RunError
 from esper.runs.report import write_run_report
 from esper.runs.tables import query
@@ -159,3 +160,12 @@ def test_lines_that_do_not_fit_are_counted_where_the_run_is_shown(tmp_path: Path
     assert page is not None
     assert page["skipped"] == 2
     assert "2 damaged lines of its log are left out" in write_report(folder).read_text()
+
+
+def test_a_line_with_an_unknown_stage_does_not_fit_its_kind() -> None:
+    def line(stage: str) -> bytes:
+        entered = {"epoch": 1, "slot": "a", "number": None, "blueprint": "mlp", "stage": stage, "reason": ""}
+        return json.dumps({"kind": "stage_entered", "time": 1.0, "run": "run", "rank": 0, **entered}).encode()
+
+    assert all(fields_of(line(stage.name)) is not None for stage in Stage)
+    assert fields_of(line("GERMINATED\x1b[2J")) is None

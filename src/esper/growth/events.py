@@ -6,7 +6,7 @@ A seed gets a number when it germinates, from 1 on. Every event about the seed h
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from esper.intervals import Interval
 
 
+# Name of a member of `lifecycle.stages.Stage`. A line with another one does not fit its kind.
+StageName = Annotated[str, msgspec.Meta(pattern="^(DORMANT|GERMINATED|TRAINING|BLENDING|HOLDING|FOSSILIZED|PRUNED|EMBARGOED)$")]
 Outcome = Literal["living", "kept", "pruned", "rolled back"]
 Unit = Literal["samples", "groups", "batches"]  # of validation losses that are compared; groups are samples that belong together
 
@@ -44,7 +46,7 @@ class SlotView(msgspec.Struct, frozen=True):
 
     slot: str
     number: int | None  # of the seed in it; None: it is empty
-    stage: str
+    stage: StageName
     blueprint: str | None
     alpha: float
     age: int  # epochs since the seed germinated
@@ -102,7 +104,7 @@ class StageEntered(Event, tag="stage_entered"):
     slot: str
     number: int | None  # of the seed; None: an empty slot, whose embargo begins or ends
     blueprint: str  # of the seed, or of the last one in the empty slot
-    stage: str
+    stage: StageName
     reason: str
     birth: Birth | None = None  # of a seed that enters GERMINATED
 
@@ -123,7 +125,7 @@ class SeedBack(msgspec.Struct, frozen=True):
 
     number: int
     slot: str
-    stage: str  # that it has now
+    stage: StageName  # that it has now
     outcome: Outcome  # that it has now: living or kept
     is_protected: bool = False  # its removal may have caused the disaster, so it may not be pruned for some epochs
 
