@@ -183,6 +183,7 @@ class Grower:
             zero_grad=self._clear_gradients,
             is_pending=self._has_gradients,
         )
+        self._follower.on_stop = self._recovery.forget  # at once, because the grower itself lives until Python collects its cycles
         slotted.calls.follower, slotted.facts = self._follower, self.card
         self._note_seeds()
         self._prepare_next_step()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from esper.growth.lifecycle.snapshots import Snapshots
 from esper.runs.tensors import join, split
+from tests.growth.builders import Loop, make_loop
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -298,3 +299,14 @@ def test_memory_loaded_from_a_checkpoint_is_replaced_by_pinned_memory() -> None:
     snapshots.take(training.state_dict(), epoch=1)
     assert all(tensor.is_pinned() for tensor in tensors(held(snapshots)[0]["model"]))
     assert equal(latest(snapshots), training.state_dict())
+
+
+@pytest.mark.parametrize("end", [lambda loop: loop.grower.bake(), lambda loop: loop.slotted.remove(), lambda loop: loop.grower.stop()])
+def test_snapshots_and_best_states_are_freed_when_a_grower_ends(end: Callable[[Loop], object]) -> None:
+    loop = make_loop()
+    loop.epoch()
+    held = loop.grower._recovery
+    assert held._snapshots.nbytes > 0
+    assert held.best_states.nbytes > 0
+    end(loop)
+    assert held._snapshots.nbytes == held.best_states.nbytes == 0

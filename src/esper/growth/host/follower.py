@@ -86,6 +86,8 @@ class OptimizerFollower:
     model are not followed. `stop` removes all hooks.
     """
 
+    on_stop: Callable[[], None] | None = None
+
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
@@ -112,6 +114,8 @@ class OptimizerFollower:
     def stop(self) -> None:
         """Remove all hooks and patches from optimisers and model."""
         self.is_active = False
+        if self.on_stop is not None:
+            self.on_stop()
         for hook in self._hooks:
             hook.remove()
         for patch in reversed(self._patches):

@@ -240,6 +240,11 @@ class Recovery:
 
     # Checkpoints
 
+    def forget(self) -> None:
+        """Free the memory of all snapshots and best states."""
+        self._snapshots = Snapshots(self.lifecycles.config.governor.keep)
+        self.best_states = BestStates(self.lifecycles.ledger, by=self.best_states.by)
+
     def state_dict(self) -> State:
         return {
             "optimizer": self._optimizers_in_words(),
