@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -106,3 +109,51 @@ def test_a_resumed_training_leaves_the_folder_of_a_run_by_no_link_and_waits_for_
         if code:
             assert "is a link, and links in the folder of a run are not followed" in capsys.readouterr().err or hostile == "a pipe"
         remove(tmp_path / "bad")
+
+
+ESCAPE = "\x1b]0;pwned\x07\x1b[2J\x9b2J"
+SHOWING = (
+    *("runs ls runs", "runs show RUN --settings", "runs diff RUN runs/good", "runs tag RUN", "compare RUN runs/good", "report RUN"),
+    *("watch --terminal runs", "watch --terminal RUN", "watch --terminal RUN runs/good", "runs export RUN --to out.csv", "ppo eval RUN"),
+    *("runs tag RUN --remove nothing", "arena league RUN", "arena replay RUN", "controller card RUN", "grow --resume --run RUN"),
+    *("analyse RUN", "ppo train --resume --run RUN", "query SELECT runs", "runs rm RUN --yes"),
+)
+
+
+@pytest.mark.parametrize("kind", ["growth", "ppo"])
+def test_no_command_prints_control_characters_of_names_labels_settings_and_events(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, shared = tmp_path / "runs" / f"bad{ESCAPE}", {"telemetry": "normal"}
+    made_ppo(tmp_path / "runs" / "good", [1.0])
+    if kind == "growth":
+        made_growth(run, [1.0, 0.5], twin=[1.0, 0.7], **shared)
+    else:
+        made_ppo(run, [1.0], **shared)
+    (run / "labels.json").write_text(json.dumps({"tags": [f"a{ESCAPE}"], "note": f"b{ESCAPE}"}))
+    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    steered = [with_escapes(line) | {"kind": line["kind"]} for line in lines] + [{**lines[-1], "kind": f"own{ESCAPE}"}]
+    steered.append({**lines[0], "kind": "warned", "step": 1, "message": f"c{ESCAPE}"})
+    (run / "events.jsonl").write_text("".join(json.dumps(line, ensure_ascii=number % 2 == 0) + "\n" for number, line in enumerate(steered)))
+    for name in ("config.toml", "grow.toml"):
+        if (run / name).is_file():
+            text = (run / name).read_text().replace('"cue"', f'"cue{in_toml(ESCAPE)}"').replace('"digits"', f'"digits{in_toml(ESCAPE)}"')
+            (run / name).write_text(f'{text}\n["x{in_toml(ESCAPE)}"]\ny = 1\n')
+    for command in SHOWING:
+        words = ["select * from runs, events" if word == "SELECT" else str(run) if word == "RUN" else word for word in command.split()]
+        main(words)
+        said = capsys.readouterr()
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", said.out + said.err), command
+
+
+def with_escapes(value: Any) -> Any:
+    """Return a table with an escape in every text."""
+    if isinstance(value, dict):
+        return {name: with_escapes(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [with_escapes(item) for item in value]
+    return value + ESCAPE if isinstance(value, str) and value not in ("nan", "inf") else value
+
+
+def in_toml(text: str) -> str:
+    return "".join(f"\\u{ord(character):04x}" for character in text)

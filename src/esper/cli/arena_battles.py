@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ from esper.arena.config import BOTS, DECISION_S, ArenaConfig
 from esper.cli.command import FAILED, CommandError
 from esper.files import reason_of
 from esper.league.config import ArenaTrainConfig
+from esper.runs.foreign import quoted
 from esper.text_table import did_you_mean
 
 if TYPE_CHECKING:
@@ -295,7 +295,7 @@ def print_match(played: PlayedMatch) -> None:
     if played.mirrors_itself:
         print("                 both players are the same and draw nothing, so each battle is its own mirror image: a draw")
     if played.replay is not None:
-        file = shlex.quote(str(played.replay))
+        file = quoted(played.replay)
         which = "" if result.won else ", the first battle: none was won"
         print(f"replay           {file}{which}\nsee it           esper arena watch {file}")
     elif played.wants_replay:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from esper.cli.command import OK, CommandError, CommandResult, failures, how_to_
 from esper.cli.parse import parse, saved_config, settings_of, short_names, take_option, train_defaults
 from esper.config import NonNegativeInt, describe
 from esper.league.config import ArenaTrainConfig
+from esper.runs.foreign import quoted
 from esper.runs.signals import StopSignals
 from esper.text_table import did_you_mean
 
@@ -204,7 +204,7 @@ def _record(evaluation: PolicyEvaluation) -> WinRecord:
 
 
 def _print_summary(result: RunResult, record: WinRecord | None, progress: ArenaProgress, config: ArenaTrainConfig) -> None:
-    folder = shlex.quote(str(result.folder))
+    folder = quoted(result.folder)
     if result.status == "had finished":
         if config.minutes is None or result.step >= config.total_steps:
             print(f"{folder} has done its {result.step:,} steps; ask for more with --total-steps")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from esper.config import Config, describe
 from esper.files import reason_of
 from esper.runs.folder import CHECKPOINTS, CONFIG, Kind, RunError, check_holds_a_run
+from esper.runs.foreign import quoted
 from esper.runs.signals import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def code_of(error: OSError) -> int:
 
 def how_to_resume(command: str, folder: Path) -> str:
     """Return the advice with the command that continues a run."""
-    return f"go on with: esper {command} --resume --run {shlex.quote(str(folder))}"
+    return f"go on with: esper {command} --resume --run {quoted(folder)}"
 
 
 def check_run(folder: Path, kind: Kind) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from esper.cli.command import CommandResult, failures, how_to_resume, in_group, 
 from esper.cli.parse import gather_option, parse, saved_config, settings_of, train_defaults
 from esper.config import NonNegativeInt
 from esper.controller.config import ControllerConfig
+from esper.runs.foreign import quoted
 from esper.runs.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _train(config: ControllerConfig, arguments: ControllerArguments, group: Grou
 def _print_summary(result: RunResult, controller: Path, progress: ControllerProgress, config: ControllerConfig) -> None:
     from esper.fleet.memory import in_words
 
-    folder, path = shlex.quote(str(result.folder)), shlex.quote(str(controller))
+    folder, path = quoted(result.folder), quoted(controller)
     if result.status == "had finished":
         print(f"{folder} had already finished its {config.rounds} rounds; ask for more with --rounds")
     else:

@@ -20,6 +20,7 @@ import msgspec
 
 import esper
 from esper.cli.command import FAILED, GLOBAL_HELP, OK, USAGE, CommandError, CommandResult, code_of
+from esper.runs.foreign import clean
 from esper.runs.signals import INTERRUPTED
 from esper.text_table import did_you_mean
 
@@ -117,6 +118,7 @@ def _result_of(arguments: list[str], *, wants_debug: bool) -> tuple[dict[str, An
 
 
 def _print_error(text: str) -> None:
+    text = "\n".join(map(clean, text.split("\n")))  # it may name a folder or quote a file of a stranger
     with contextlib.suppress(OSError):  # the exit code still reports the failure
         print(text, file=sys.stderr, flush=True)
 

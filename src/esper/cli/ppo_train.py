@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +14,7 @@ from esper.cli.parse import parse, saved_config, settings_of, take_option, train
 from esper.config import Config, NonNegativeInt, PositiveInt, load_saved
 from esper.rl.run_config import PRESETS, EnvValue, TrainConfig, TrainSeedsConfig
 from esper.runs.folder import CONFIG
+from esper.runs.foreign import quoted
 from esper.runs.seeds import SEEDS, holds_seeds, seeds_begun
 from esper.runs.signals import StopSignals
 
@@ -206,7 +206,7 @@ def _train_seeds_in(folder: Path, base: TrainConfig, arguments: TrainArguments, 
 
 
 def _print_summary(result: RunResult) -> None:
-    folder = shlex.quote(str(result.folder))
+    folder = quoted(result.folder)
     if result.status == "had finished":
         print(f"{folder} had already finished its {result.step:,} steps; ask for more with --total-steps")
         return

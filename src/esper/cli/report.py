@@ -35,6 +35,7 @@ def write(folder: Path, *, only: Kind | None = None) -> CommandResult:
     from esper.runs.catalog import open_run
     from esper.runs.events import EventError
     from esper.runs.folder import RunError, check_holds_a_run
+    from esper.runs.foreign import clean
     from esper.runs.report import write_run_report
 
     if only is None and not folder.is_dir():
@@ -48,5 +49,5 @@ def write(folder: Path, *, only: Kind | None = None) -> CommandResult:
         raise CommandError(str(error)) from error
     except EventError as error:
         raise CommandError(f"no report can be made of {folder}: {error}", exit_code=FAILED) from error
-    print(path)
+    print(clean(path))
     return CommandResult({"report": str(path)})

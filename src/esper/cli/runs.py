@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from esper.cli.table import LongTable
 from esper.cli.watch import STATE_STYLES, sparkline
 from esper.config import Config
 from esper.runs.folder import GROW, TWIN, Kind, RunError, State, has_twin
+from esper.runs.foreign import clean, quoted
 from esper.text_table import aligned, figure
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _print_runs(summaries: Sequence[Summary], root: Path, now: float) -> None:
         numbers = [written(summary.last), written(summary.best)]
         rows.append(
             [
-                os.path.relpath(summary.folder, root) if Path(summary.folder) != root else summary.name,
+                clean(os.path.relpath(summary.folder, root)) if Path(summary.folder) != root else summary.name,
                 summary.kind,
                 summary.state,
                 progress_bar(summary.progress, console.encoding) if is_wide else _percent(summary.progress),
@@ -210,7 +210,7 @@ def run_show(argv: list[str], prog: str) -> CommandResult:
         print("\n" + aligned([["setting", "value"], *([name, _setting(value)] for name, value in settings.items())]))
     print("\n" + "\n".join(next_steps))
     if not arguments.settings:
-        print(f"its {len(settings)} settings: {prog} {shlex.quote(str(arguments.run))} --settings")
+        print(f"its {len(settings)} settings: {prog} {quoted(arguments.run)} --settings")
     result = {"run": summary, "figures": figures, "twin": of_twin or None, "seeds": seeds, "settings": config, "next": next_steps}
     return CommandResult(result)
 
@@ -223,7 +223,11 @@ def _print_head(summary: Summary) -> None:
     from esper.runs.compare import written
 
     now = time.time()
-    rows = [["run", summary.folder], ["kind", summary.kind], ["state", f"{summary.state}, last sign of life {age(now - summary.touched)}"]]
+    rows = [
+        ["run", clean(summary.folder)],
+        ["kind", summary.kind],
+        ["state", f"{summary.state}, last sign of life {age(now - summary.touched)}"],
+    ]
     if summary.state == "empty":
         rows[-1] = ["state", "empty: no event was written"]
     encoding = sys.stdout.encoding or "ascii"
@@ -282,7 +286,7 @@ def what_next(run: Run, summary: Summary) -> list[str]:
     """Return sentences with the commands that make sense for a run in its state."""
     from esper.cli.main import COMMANDS
 
-    folder = shlex.quote(str(run.folder))
+    folder = quoted(run.folder)
     watch = [f"watch it with: esper watch {folder}"] if "watch" in COMMANDS else []
     if summary.state == "running":
         return watch or [f"it is training; see how far it is with: esper runs show {folder}"]
@@ -296,7 +300,7 @@ def what_next(run: Run, summary: Summary) -> list[str]:
     use = {
         "growth": f"write its report with: esper report {folder}",
         "ppo": f"play fresh episodes with: esper ppo eval {folder}",
-        "controller": f"grow with it: esper grow --task digits --controller {shlex.quote(str(run.folder / 'controller.safetensors'))}",
+        "controller": f"grow with it: esper grow --task digits --controller {quoted(run.folder / 'controller.safetensors')}",
         "arena": f"fight battles with: esper arena eval {folder}",
     }[run.kind]
     return [use, *watch]
@@ -325,7 +329,7 @@ def run_diff(argv: list[str], prog: str) -> CommandResult:
         settings = differing_settings({"a": settings_read(one), "b": settings_read(other)})
     ours, theirs = final_figures(one), final_figures(other)
     names = list(dict.fromkeys([*ours, *theirs]))
-    heading = [str(arguments.a), str(arguments.b)]
+    heading = [clean(arguments.a), clean(arguments.b)]
     if settings:
         print(
             aligned([["setting", *heading], *([name, shown_setting(row["a"]), shown_setting(row["b"])] for name, row in settings.items())])
@@ -338,7 +342,7 @@ def run_diff(argv: list[str], prog: str) -> CommandResult:
         rows.append([name, written(ours.get(name)), written(theirs.get(name)), written(difference, sign="+")])
     if rows:
         print("\n" + aligned([["figure", *heading, "difference"], *rows], numbers=True))
-    print(f"\n{arguments.a} is {one.state()}, {arguments.b} is {other.state()}")
+    print(f"\n{clean(arguments.a)} is {one.state()}, {clean(arguments.b)} is {other.state()}")
     figures = {name: {"a": ours.get(name), "b": theirs.get(name)} for name in names}
     return CommandResult({"a": str(arguments.a), "b": str(arguments.b), "settings": settings, "figures": figures})
 
@@ -376,7 +380,7 @@ def run_tag(argv: list[str], prog: str) -> CommandResult:
             labels = label(arguments.run, add=arguments.add, remove=arguments.remove, note=arguments.note)
         else:
             labels = open_run(arguments.run).labels()
-    print(aligned([["tags", ", ".join(labels.tags) or "-"], ["note", labels.note or "-"]]))
+    print(aligned([["tags", clean(", ".join(labels.tags)) or "-"], ["note", clean(labels.note) or "-"]]))
     return CommandResult({"run": str(arguments.run), "tags": labels.tags, "note": labels.note})
 
 
@@ -412,7 +416,7 @@ def run_rm(argv: list[str], prog: str) -> CommandResult:
         for folder in folders:
             remove_run(folder)
             discard_without_runs(folder.parent)
-    print(f"deleted {what}")
+    print(f"deleted {clean(what)}")
     return CommandResult({"removed": [str(folder) for folder in folders]})
 
 
@@ -433,7 +437,7 @@ def _check_removable(folder: Path) -> None:
 def _confirmed(question: str) -> bool:
     if not sys.stdin.isatty():
         raise CommandError("there is nobody to ask whether to delete; give --yes")
-    print(question, end="", file=sys.stderr, flush=True)
+    print(clean(question), end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
@@ -483,7 +487,7 @@ def run_export(argv: list[str], prog: str) -> CommandResult:
             raise RunError(f"{arguments.to} is neither a .csv nor a .parquet file; name one of them")
         table = numbers_table(arguments.runs) if arguments.events is None else events_table(arguments.runs, arguments.events)
         write_table(table, arguments.to)
-    print(f"{len(table.rows):,} rows of {', '.join(table.columns)}\n{arguments.to}")
+    print(f"{len(table.rows):,} rows of {', '.join(table.columns)}\n{clean(arguments.to)}")
     return CommandResult({"file": str(arguments.to), "rows": len(table.rows), "columns": list(table.columns)})
 
 
@@ -561,4 +565,4 @@ def run_query(argv: list[str], prog: str) -> CommandResult:
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    return "-" if value is None else " ".join(str(value).split())
+    return "-" if value is None else clean(" ".join(str(value).split()))

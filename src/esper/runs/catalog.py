@@ -42,6 +42,7 @@ from esper.files import (
 from esper.jit import no_garbage_collection
 from esper.runs.events import EventError
 from esper.runs.folder import CONFIG, EVENTS, GROW, TWIN, Kind, RunError, State, has_twin, kind_of, locked
+from esper.runs.foreign import clean, clean_values
 from esper.runs.index import EventIndex, Series, thinned
 
 LABELS = "labels.json"
@@ -135,7 +136,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return self.folder.name
+        return clean(self.folder.name)
 
     def refresh(self, on_progress: Callable[[float], None] = lambda share: None) -> int:
         """Read new events of the run and of its twin; see `EventIndex.refresh`. A run that has not written any has none."""
@@ -153,7 +154,7 @@ class Run:
     def config(self) -> dict[str, Any]:
         """Return the settings, by section."""
         path = self.folder / (GROW if (self.folder / GROW).is_file() else CONFIG)
-        found: dict[str, Any] = parse_toml(read_in_run(path, max_bytes=MAX_CONFIG_BYTES))
+        found: dict[str, Any] = clean_values(parse_toml(read_in_run(path, max_bytes=MAX_CONFIG_BYTES)))
         return found
 
     def labels(self) -> Labels:
@@ -169,7 +170,8 @@ class Run:
     def shown_labels(self) -> Labels:
         """Return tags and note for a page or a table; empty ones if the file is damaged, so that one run does not hide the others."""
         try:
-            return self.labels()
+            labels = self.labels()
+            return Labels([clean(tag) for tag in labels.tags], clean(labels.note))
         except RunError:
             return Labels()
 

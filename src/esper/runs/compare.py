@@ -23,6 +23,7 @@ from esper.files import user_cache
 from esper.intervals import Interval, student_interval
 from esper.runs.catalog import FIGURES, Figure, Run, at_steps, differing_settings, find_runs, open_run, settings_of
 from esper.runs.folder import EVENTS, GROW, TWIN, Kind, RunError, State, kind_of
+from esper.runs.foreign import clean
 from esper.runs.index import Series
 from esper.runs.seeds import SEED_FOLDER
 from esper.text_table import aligned, did_you_mean
@@ -147,10 +148,10 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     """
     parts = [folder.resolve().parts for folder in folders]
     for count in range(1, max((len(part) for part in parts), default=1)):
-        names = ["/".join(part[-count:]) for part in parts]
+        names = [clean("/".join(part[-count:])) for part in parts]
         if len(set(names)) == len(names):
             return names
-    return [str(folder) for folder in folders]
+    return [clean(folder) for folder in folders]
 
 
 def settings_read(run: Run) -> dict[str, Any]:

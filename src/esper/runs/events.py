@@ -18,6 +18,7 @@ from typing import Annotated, Any, BinaryIO, dataclass_transform
 import msgspec
 
 from esper.files import FileError, open_in_run, printable
+from esper.runs.foreign import clean_line
 
 SCHEMA = 1  # version of the lines; files with a higher one are refused
 MAX_LINE_BYTES = 64 * 1024
@@ -90,6 +91,7 @@ def fields_of(line: bytes) -> dict[str, Any] | None:
     Return None if the line does not fit its kind. A kind that is not one of esper has whatever fields the line has.
     """
     _import_all()
+    line = clean_line(line)
     try:
         stamp = decode_stamp(line)
         event_type = event_type_of(stamp.kind)
@@ -317,10 +319,11 @@ def read(path: Path | str, *, start: int = 0, on_skip: Callable[[str], None] | N
                     return
                 raise EventError(f"line {number} of {path} is broken: it has more than {MAX_LINE_BYTES:,} bytes; no line after it was read")
             kind, record = "", None
+            shown = clean_line(line)
             try:
-                kind = (stamp := decode_stamp(line)).kind
+                kind = (stamp := decode_stamp(shown)).kind
                 event_type = event_type_of(kind)
-                record = None if event_type is None else decode(line, stamp, event_type)
+                record = None if event_type is None else decode(shown, stamp, event_type)
             except msgspec.ValidationError:
                 pass  # it was changed, or written by another version
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

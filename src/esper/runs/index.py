@@ -32,6 +32,7 @@ import numpy as np
 from esper.files import FileError, open_in_run, write_file
 from esper.jit import no_garbage_collection
 from esper.runs.events import MAX_LINE_BYTES, MAX_TIME, EventError, battle_numbers, fields_of
+from esper.runs.foreign import clean_line
 
 CHUNK = 4 * 2**20  # bytes read at a time
 ROWS = 2**16  # in a block
@@ -224,7 +225,7 @@ class EventIndex:
     def _take_line(self, line: bytes, offset: int) -> None:
         """Index one line, and note how to read others with the same fields."""
         try:
-            event = self._decoder.decode(line)
+            event = self._decoder.decode(clean_line(line))
             kind, at = str(event["kind"]), float(event["time"])
             rank, env, step = event.get("rank"), event.get("env"), event.get("step")
             if not (0 <= at <= MAX_TIME and isinstance(rank or 0, int) and isinstance(env or 0, int)):
@@ -568,6 +569,6 @@ def lines_of(path: Path) -> Iterator[dict[str, Any]]:
         for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
             if line.endswith(b"\n"):
                 try:
-                    yield decoder.decode(line)
+                    yield decoder.decode(clean_line(line))
                 except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                     continue
