@@ -48,6 +48,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "controller": frozenset({"rl", "fleet", "growth", "tasks"}),
     "league": frozenset({"rl", "arena"}),
     "experiment": frozenset({"growth", "tasks", "controller"}),
+    "__main__": frozenset({"cli"}),
     "cli": LIBRARIES | {"fleet", "controller", "league", "experiment", "dashboard"},
     "": LIBRARIES | {"fleet", "controller", "league", "experiment"},  # esper/__init__.py
 }

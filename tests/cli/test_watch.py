@@ -90,7 +90,7 @@ def make_all(root: Path) -> None:
     battles = [{"kind": "round_fought", "step": 100, **fought}, {"kind": "league_changed", "step": 200, **changed}]
     arena = make_run(root / "arena", "arena", [*updates(3), *battles, calibration])
     write_replay(arena / "replays" / "evaluation-step-200.safetensors", *staged_battle(team_size=2, size=16, frames=12))
-    make_run(root / "policy", "ppo", [*updates(3), calibration, {"kind": "sink_failed", "sink": "wandb", "reason": "no disk"}])
+    make_run(root / "policy", "ppo", [*updates(3), calibration, {"kind": "sink_failed", "sink": "wandb", "error": "no disk"}])
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str, width: int = 120) -> str:
@@ -115,7 +115,7 @@ PARTS = {
         "win rate: strong", "parts of the reward", "ratings of the league", "evaluation-step-200", "wins", "50.0% [29.9%, 70.1%]",
         "28.0 ± 1.5", "p1 entered the league: it is the first", "anchor", "esper arena watch", "the critic predicts", "samples per second",
     ],
-    "policy": ["return", "episode length", "health of the learner", "the critic predicts", "sink wandb · reason no disk", "env  cue"],
+    "policy": ["return", "episode length", "health of the learner", "the critic predicts", "sink wandb · error no disk", "env  cue"],
 }  # fmt: skip
 
 

@@ -124,7 +124,7 @@ def test_sql_can_neither_change_anything_nor_read_other_files(tmp_path: Path) ->
 @pytest.mark.extra("duckdb")
 def test_a_wrong_table_is_answered_with_the_names_of_all_tables(tmp_path: Path) -> None:
     made_ppo(tmp_path / "a", [1.0])
-    with pytest.raises(RunError, match=r"The tables are runs, events, checkpoint_evaluated, evaluated"):
+    with pytest.raises(RunError, match=r"The tables are runs, seeds, events, checkpoint_evaluated, evaluated"):
         query("select * from epoch_ended", [tmp_path])
     with pytest.raises(RunError, match="query is wrong: Parser Error"):
         query("selec", [tmp_path])
