@@ -26,10 +26,11 @@ from esper.growth.arguments import check_precision
 from esper.growth.batches import LossFunction, StepLoss, size_of
 from esper.growth.config import GrowthError
 from esper.growth.grower import Grower
+from esper.growth.host.averages import AveragedModel
 from esper.growth.host.isolation import isolated, unwrap
 from esper.growth.host.layout import Place
 from esper.growth.host.slots import Slot, around
-from esper.growth.host.slotted import AveragedModel, Slotted
+from esper.growth.host.slotted import Slotted
 from esper.growth.metrics import Metric, MetricSums, check_functions
 from esper.growth.run import Grown
 from esper.growth.seeds.blueprints import cost_of, get_blueprint

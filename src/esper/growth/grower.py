@@ -50,6 +50,7 @@ from esper.growth.arguments import check_alphas, check_fit_together, check_grown
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.controllers.baselines import with_settings
 from esper.growth.events import BestRestored, EpochEnded, Folded
+from esper.growth.host.averages import growing_averages
 from esper.growth.host.follower import OptimizerFollower
 from esper.growth.host.isolation import unwrap
 from esper.growth.host.slotted import Slotted
@@ -92,6 +93,10 @@ class Grower:
     Rents and thresholds are fractions of the loss of a constant predictor. That loss is `config.governor.uninformed_loss` if set, else
     `scale` if given, else the mean training loss of the first epoch.
 
+    `averages` are averages of the weights that were made before the model got slots, such as torch.optim.swa_utils.AveragedModel(model) or
+    those of timm. They grow with the model and are baked with it; call their own update after every step. After a rollback or
+    `restore_best` they begin anew from the restored weights.
+
     With `keep="best"`, the states of the best epochs are held in CPU memory for `restore_best`; with "last" they are not. The best epoch
     has the lowest validation loss, or the highest value of the metric `best_by`, which `after_epoch` must then be given.
 
@@ -112,6 +117,7 @@ class Grower:
         epochs: int | None = None,
         scale: LossRange | None = None,
         seed_optimizer: MakeOptimizer | None = None,
+        averages: Sequence[nn.Module] = (),
         keep: Literal["best", "last"] = "best",
         best_by: str | None = None,
         progress: bool = False,
@@ -172,6 +178,7 @@ class Grower:
         self._one = torch.ones((), device=next(slotted.model.parameters()).device)
         # The GradScaler's loss scale after the last step. `get_scale` waits for the device, which costs nothing before the training.
         self._last_loss_scale: Tensor | float = scaler.get_scale() if scaler is not None else 1.0
+        self._averages = growing_averages(averages, slotted)
         # From here on this grower follows the optimiser. A grower that was made earlier for the same slots stops.
         if slotted.calls.follower is not None:
             slotted.calls.follower.stop()
@@ -266,6 +273,8 @@ class Grower:
                 self._recovery.hold_moving()  # find frozen parameters that the training loop changes by hand
             self._step_shadow_seeds(closure)
             self._tick(is_skipped)
+        for average in self._averages:
+            average.follow()
         self._has_stepped = False
         self._prepare_next_step()
         self._emit_events()
@@ -463,6 +472,8 @@ class Grower:
             return None
         self._stop_watching(discard=True)
         self._recovery.restore(best.state)
+        for average in self._averages:
+            average.restart()
         self._metrics = best.metrics
         self._restored = self.lifecycles.note_restored(
             best.epoch,
@@ -489,6 +500,9 @@ class Grower:
         of_seeds = {seed: learner.optimizers for seed, learner in learners if seed is not None and learner is not None}
         kept = [slot.seed for slot in self.slotted.slots.values() if slot.is_kept and slot.seed is not None]
         model = self.slotted.bake(fold=fold, optimizer=[innermost(one) for one in self.optimizers], of_seeds=of_seeds)
+        for average in self._averages:
+            average.follow()
+            average.bake(fold=fold)
         wide = sorted({plan.module for seed in kept for plan in seed.spec.wide if part_of(model.get_submodule(plan.module)) == "layer"})
         if fold and wide:
             shapes = {name: layer_of(model.get_submodule(name)).weight.shape for name in wide}
@@ -501,6 +515,8 @@ class Grower:
         """Remove all hooks from the model and its optimiser. Connected seeds stay in the model and no longer learn."""
         self._stop_watching(discard=True)
         self._follower.stop()
+        for average in self._averages:
+            average.stop()
         if self.slotted.calls.follower is self._follower:
             self.slotted.calls.recording = self.slotted.calls.follower = None
         self._sinks.close()
@@ -657,6 +673,8 @@ class Grower:
         """Restore a snapshot. Raise Diverged if that has happened too often."""
         self._stop_watching(discard=True)
         self.lifecycles.go_back(reason, self._recovery)
+        for average in self._averages:
+            average.restart()
         self._note_seeds()
         try:
             self.lifecycles.check_not_diverged(reason)
@@ -769,6 +787,8 @@ class Grower:
             self.telemetry.load_state_dict(state["telemetry"])
         self._prober.load_state_dict(state["probe"]["probe"])
         self._optimizer_steps, self._optimizer_steps_before = state["probe"]["steps"], state["probe"]["length"]
+        for average in self._averages:
+            average.follow()
         self._note_seeds()
         self._prepare_next_step()
 

@@ -133,3 +133,22 @@ def test_grow_takes_a_model_that_it_has_grown() -> None:
         assert grown.ledger.count("kept") == 1
         model = grown.model
     assert model.get_submodule("second.0.esper_seed_2") is not None
+
+
+def test_a_submodule_of_a_model_with_slots_is_copied() -> None:
+    host = make_host(dropout=0.0).eval()
+    slotted = add_slots(host, X, slots=["second"])
+    perturb(germinate(slotted, "second", "low_rank"))
+    h = torch.randn(3, 8)
+    assert torch.equal(copy.deepcopy(host.second)(h), host.second(h))
+
+
+def test_a_widened_encoder_layer_is_baked_without_folding() -> None:
+    """torch would compute the layer by a fused kernel, and leave the new units out."""
+    host = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), nn.Linear(16, 2)).eval()
+    x = torch.randn(3, 4, 16)
+    slotted = add_slots(host, x, slots=["0"])
+    perturb(germinate(slotted, "0", "widen_100"))
+    slotted.slot("0").is_kept = True
+    expected = run(slotted, x)
+    assert agree(run(slotted.bake(fold=False), x), expected)

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from esper.display import Card
 from esper.files import FileError, NotTensorsError, reason_of
 from esper.growth.config import GrowthError
+from esper.growth.host.averages import AveragedModel
 from esper.growth.host.isolation import is_compiled, unwrap
 from esper.growth.host.layout import Place
 from esper.growth.host.slots import SeedHome, Slot, around
-from esper.growth.host.slotted import FACTS_OF_BAKED, AveragedModel, Slotted, check_has_no_slots
+from esper.growth.host.slotted import FACTS_OF_BAKED, Slotted, check_has_no_slots
 from esper.growth.host.state_dict import attach, build_seed, specs_in
 from esper.growth.seeds.folding import fold, widen_to
 from esper.growth.seeds.seed import Seed, SeedSpec

@@ -107,6 +107,10 @@ class WidePatch(ForwardPatch):
         self._is_fused = is_fused  # a module around it computes it by a fused kernel in eval mode, unless it has a hook
         self._handle: RemovableHandle | None = None  # of that hook
 
+    def attach(self, module: nn.Module) -> None:
+        super().attach(module)
+        self.set_seeds(self.seeds)
+
     def set_seeds(self, seeds: Sequence[tuple[Any, Any, Any]]) -> None:
         self.seeds = sorted(seeds, key=lambda entry: entry[0].spec.order)
         if self._is_fused and self.seeds and self._handle is None:
@@ -307,13 +311,14 @@ class Slot(ForwardPatch):
         self.is_kept = False  # the seed is fossilized
         self.observer: Observer | None = None
         self.is_idle = True  # the forward pass skips everything but the submodule
+        self.ignores_saves = False  # the host's state dict does not include the seed
         self.ignores_loads = False  # loading a state dict into the host does not change the seed
         self.plantings = 0  # number of times that a seed was put into the slot or removed
         self._alpha = 0.0  # the value of the seed's alpha buffer, readable without waiting for the device
         self._handles: list[RemovableHandle] = []
-        # Only in a copy: the original slot; and its `plantings` and the copy's `_weight_versions` at the time of copying.
+        # Only in a copy: the original slot, and its `plantings` at the time of copying.
         self._origin: weakref.ref[Slot] | None = None
-        self._origin_mark = (0, 0)
+        self._origin_plantings = 0
 
     def attach_to(self, module: nn.Module, home: SeedHome) -> None:
         """Patch the forward of `module`, and let the state dict of `home.module` include the seed."""
@@ -419,12 +424,12 @@ class Slot(ForwardPatch):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__({name: deepcopy(value, memo) for name, value in self.__getstate__().items()})
-        copied._origin, copied._origin_mark = weakref.ref(self), (self.plantings, copied._weight_versions())
+        copied._origin, copied._origin_plantings = weakref.ref(self), self.plantings
         copied._update_is_idle()
         return copied
 
     def _weight_versions(self) -> int:
-        """Return the number of in-place changes of the submodule's weights, summed over the weights."""
+        """Return the number of in-place changes of the submodule's weights, summed over the weights; 0 in a new copy."""
         if "module" not in self.__dict__:
             return 0
         return sum(version_of(weight) or 0 for weight in self.module.parameters())
@@ -432,11 +437,10 @@ class Slot(ForwardPatch):
     def _warn_if_outgrown(self) -> None:
         """Warn once if the original has grown and the weights of this copy have changed since: it is probably an average of weights."""
         origin = self._origin() if self._origin is not None else None
-        plantings, versions = self._origin_mark
         if origin is None:  # the original is gone, so there is nothing to compare with
             self._origin = None
             self._update_is_idle()
-        elif origin.plantings != plantings and self._weight_versions() != versions:
+        elif origin.plantings != self._origin_plantings and self._weight_versions():
             self._origin = None
             self._update_is_idle()
             warnings.warn(
@@ -454,7 +458,7 @@ class _SaveSeed:
         self.slot = slot
 
     def __call__(self, module: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
-        if self.slot.seed is not None:
+        if self.slot.seed is not None and not self.slot.ignores_saves:
             self.slot.seed.state_dict(destination=state_dict, prefix=f"{prefix}{self.slot.home.name}.")
 
 

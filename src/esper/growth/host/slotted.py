@@ -11,19 +11,17 @@ Weights and seeds are saved and loaded together:
     slotted = add_slots(Net(), example_input=x[:2])
     slotted.load_state_dict(torch.load("model.pt"))   # builds the seeds, then loads all weights
 
-At the end of the file, `AveragedModel` is a moving average of a growing model, and `eager_calls` runs a compiled model without its
-compiled code.
+At the end of the file, `eager_calls` runs a compiled model without its compiled code.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -61,6 +59,9 @@ from esper.growth.seeds.width import WidthSeed, kept_units, make_seed, next_orde
 from esper.runs.checkpoints import plain_name, plain_names
 from esper.text_table import aligned
 from esper.torch_internals import COMPILED_CALL, COMPILED_MODULE
+
+if TYPE_CHECKING:
+    from esper.growth.host.averages import AveragedModel
 
 # Models that were baked in this process -> the facts for their model cards, from the grower; None where there was no grower.
 FACTS_OF_BAKED: WeakKeyDictionary[nn.Module, Card | None] = WeakKeyDictionary()
@@ -332,6 +333,8 @@ class Slotted(Displayed):
 
     def averaged(self, decay: float = 0.999) -> AveragedModel:
         """Return a copy that holds a moving average of the weights and grows with this model. Call its `update()` after every step."""
+        from esper.growth.host.averages import AveragedModel  # it builds on this module
+
         return AveragedModel(self, decay)
 
     def remove(self) -> nn.Module:
@@ -556,68 +559,6 @@ def _short(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return str(number)
-
-
-class AveragedModel:
-    """A copy of a growing model whose weights are an exponential moving average (EMA) of the original's, and which grows with it.
-
-        average = slotted.averaged(decay=0.999)
-        ...
-        average.update()           # after every step of the optimiser
-        average(x)                 # evaluate it; average.bake() and average.state_dict() work as those of the slotted model
-
-    A new seed enters the average with its current weights; from then on they are averaged like the host's. Buffers and alphas are copied.
-    """
-
-    def __init__(self, slotted: Slotted, decay: float) -> None:
-        if not 0 <= decay < 1:
-            raise GrowthError(f"decay must be at least 0 and below 1, not {decay}")
-        self.decay = decay
-        self._source = slotted
-        self.slotted = copy.deepcopy(slotted)
-        self._plantings = {name: slot.plantings for name, slot in slotted.slots.items()}
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self.slotted.host(*arguments, **keywords)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.slotted.state_dict()
-
-    def bake(self, *, fold: bool = True) -> nn.Module:
-        """Return the averaged model with the fossilized seeds in it, without slots."""
-        return self.slotted.bake(fold=fold)
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Move the average towards the original by a fraction of 1 - decay."""
-        self._average(self.slotted.host, self._source.host)
-        for name in [name for name in reversed(self.slotted.slots) if name not in self._source.slots]:
-            self.slotted.close(name)
-        for name, slot in self._source.slots.items():
-            if name not in self.slotted.slots:
-                self.slotted.open_again(slot.place.module)
-        for name, source in self._source.slots.items():
-            target = self.slotted.slots[name]
-            if source.plantings != self._plantings.get(name):  # the original has a new seed here, or none any more
-                target.plant(copy.deepcopy(source.seed))
-                self._plantings[name] = source.plantings
-            elif source.seed is not None and target.seed is not None:
-                self._average(target.seed, source.seed)
-            if source.seed is not None and target.seed is not None:
-                target.alpha = source.alpha
-                target.seed.spec = source.seed.spec
-            target.is_kept = source.is_kept
-            target.connect(source.is_connected)
-
-    def _average(self, target: nn.Module, source: nn.Module) -> None:
-        averaged, current = list(target.parameters()), list(source.parameters())
-        for mine, theirs in zip(averaged, current, strict=True):
-            if mine.is_floating_point():
-                mine.lerp_(theirs.to(mine), 1 - self.decay)
-            else:
-                mine.copy_(theirs)
-        for held, given in zip(target.buffers(), source.buffers(), strict=True):
-            held.copy_(given)
 
 
 @contextmanager
