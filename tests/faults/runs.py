@@ -91,7 +91,7 @@ TRAINERS = {
         ("arena", "train"),
         "--team-size 1 --battles 8 --size 16 --maps 2 --seconds 1 --num-steps 4 --bptt-length 4 --num-epochs 1 --num-minibatches 2"
         " --hidden-size 8 --width 8 --terrain-width 8 --entity-width 4 --head-width 8 --eval-battles 2 --entry-battles 2 --enter-every 1"
-        " --checkpoint-every 1 --total-steps 80",
+        " --checkpoint-every 1 --bot-share 0.5 --past-share 0.25 --core lstm --total-steps 80",
         "ppo",
         "ppo",
     ),
