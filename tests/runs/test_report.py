@@ -175,7 +175,7 @@ def test_the_report_shows_the_calibration_of_the_critic_and_the_use_of_the_machi
     bins = {"predicted": [0.0, 1.0], "achieved": [0.1, 0.8], "low": [0.0, 0.6], "high": [0.2, 1.0], "steps": [50, 50]}
     used = {"cpu_cores": 1.5, "memory_bytes": 300 * 2**20}
     busy = [{**event, "collect_seconds": 2.0, "env_seconds": 0.5, "resources": used} for event in updates(2)]
-    failed = {"kind": "sink_failed", "sink": NASTY, "reason": "the disk is full"}
+    failed = {"kind": "sink_failed", "sink": NASTY, "error": "the disk is full"}
     page = write_run_report(make_run(tmp_path, "ppo", [*busy, {"kind": "calibration", "step": 100, **bins}, failed])).read_text()
     charts = charts_of(page)
     assert charts["Achieved return"] == {"achieved": ([0, 1], [0.1, 0.8]), "as predicted": ([0, 1], [0, 1])}
@@ -184,7 +184,7 @@ def test_the_report_shows_the_calibration_of_the_critic_and_the_use_of_the_machi
     assert charts["Seconds of an update"] == {"collecting": ([100, 200], [2, 2]), "environments": ([100, 200], [0.5, 0.5])}
     figures = {name: value for value, name in re.findall(r"<strong>(.*?)</strong><span>(.*?)</span>", page)}
     assert (figures["memory"], figures["cores in use"], figures["collecting"]) == ("300 MiB", "1.5", "2 s")
-    assert f"sink {NASTY} · reason the disk is full" in unescape(page)
+    assert f"sink {NASTY} · error the disk is full" in unescape(page)
 
 
 def test_the_report_of_an_arena_run_shows_win_rates_with_intervals_ratings_and_battles(tmp_path: Path) -> None:
