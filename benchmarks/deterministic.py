@@ -65,7 +65,8 @@ def grown(folder: Path, device: str, is_on: bool, *, epochs: int, precision: Any
 
 
 def fleet(folder: Path, device: str, is_on: bool, *, epochs: int, precision: Any) -> Values:
-    growth = GrowthConfig(lifecycle=LifecycleConfig(holding_epochs=1), budget=BudgetConfig(max_parameters=None, max_flops=None))
+    names, budget = ("conv3x3", "norm", "widen_100"), BudgetConfig(max_parameters=None, max_flops=None)
+    growth = GrowthConfig(lifecycle=LifecycleConfig(holding_epochs=1), budget=budget, blueprints=names)
     with determinism(is_on):
         config = FleetConfig(precision=precision, batch_size=32, validation_batch=64)
         hosts = Fleet(small_task(), make_host, hosts=5, growth=growth, config=config, device=device)

@@ -21,7 +21,7 @@ def test_two_equal_trainings_give_the_same_bits(name: str, device: str) -> None:
     found = deterministic.compared(deterministic.trainings(1)[name], device)
     assert found["differ"] == 0, found["first"]
     assert found["tensors"] > 10
-    assert found["values"] > 100
+    assert found["values"] > 50
 
 
 def test_a_difference_is_found() -> None:
