@@ -509,6 +509,9 @@ class _Session:
             self._save(update, is_due=False)
             self.emit(RunEnded(step=update.step, status="stopped", seconds=self._seconds()))
             raise
+        except KeyboardInterrupt:  # the second signal, in the middle of an update: a resumed run goes on from its latest checkpoint
+            self.emit(RunEnded(step=ppo.step, status="stopped", seconds=self._seconds()))
+            raise
         if is_last and not stops:
             return self._finish(update.step, _summary(update))
         return self._end("stopped", update.step, _summary(update))
