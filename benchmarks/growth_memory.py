@@ -113,7 +113,7 @@ def best_states(*, count: int, every: int) -> Record:
     taken, passed, resident = list[float](), list[float](), list[int]()
     for number in range(1, count + 1):
         training.step()
-        lifecycles: Any = SimpleNamespace(backends={}, epoch=number)  # without seeds
+        lifecycles: Any = SimpleNamespace(slots={}, epoch=number)  # without seeds
         start = time.perf_counter()
         better = states.candidate(lifecycles, float(-number), {})
         assert better is not None

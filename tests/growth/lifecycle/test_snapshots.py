@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,10 @@ from torch import Tensor, nn
 from esper.growth.lifecycle.snapshots import Snapshots
 from esper.runs.tensors import join, split
 from tests.growth.builders import Loop, make_loop
+
+with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by path
+    patch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
+    import growth_memory
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -310,3 +316,12 @@ def test_snapshots_and_best_states_are_freed_when_a_grower_ends(end: Callable[[L
     assert held.best_states.nbytes > 0
     end(loop)
     assert held._snapshots.nbytes == held.best_states.nbytes == 0
+
+
+@pytest.mark.slow
+def test_hosts_that_come_and_go_leave_nothing_in_memory() -> None:
+    gc.collect()
+    growers = [growth_memory.grow_one(number) for number in range(8)]
+    assert not any(grower._recovery._snapshots.nbytes for grower in (one() for one in growers) if grower is not None)
+    gc.collect()
+    assert not any(one() for one in growers)
