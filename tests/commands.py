@@ -24,7 +24,7 @@ from esper.runs.folder import CHECKPOINTS, EVENTS
 from esper.runs.tensors import split
 
 _CLOCKS = {"time", "seconds", "samples_per_second", "steps_per_second", "collect_seconds", "update_seconds", "other_seconds", "env_seconds"}
-_CLOCKS |= {"step_seconds", "data_wait_seconds", "memory_bytes", "device_memory_bytes", "seconds_lost", "resources"}
+_CLOCKS |= {"step_seconds", "measure_seconds", "data_wait_seconds", "memory_bytes", "device_memory_bytes", "seconds_lost", "resources"}
 _OF_SESSIONS = {"header", "resumed", "run_started", "run_ended", "growth_started", "checkpoint_refused"}
 
 

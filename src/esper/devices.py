@@ -39,15 +39,16 @@ class Stopwatch:
     """Measures the seconds between marks.
 
     On CUDA, a mark is an event in the device's current stream, which does not wait for the device. On other devices, a mark reads the clock
-    of this process, because calls return when their work is done.
+    of this process: on a CPU calls return when their work is done, and on others the caller has to wait for the device before.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[Any] = []
+        self.has_events = device.type == "cuda"
 
     def mark(self) -> None:
-        if self._device.type == "cuda":
+        if self.has_events:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
             self._marks.append(event)
@@ -56,7 +57,7 @@ class Stopwatch:
 
     def seconds(self) -> list[float]:
         """Return the time from each mark to the next. Waits until the device has reached the last mark."""
-        if self._device.type != "cuda":
+        if not self.has_events:
             return [after - before for before, after in pairwise(self._marks)]
         self._marks[-1].synchronize()
         return [before.elapsed_time(after) / 1000 for before, after in pairwise(self._marks)]

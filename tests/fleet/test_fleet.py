@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from esper import devices
 from esper.fleet import Fleet, FleetConfig, FleetError, HostConfig, TaskTensors
 from esper.fleet.device import Reading
 from esper.fleet.measure import losses_of
@@ -169,6 +171,18 @@ def test_a_host_that_was_never_reset_does_not_train() -> None:
 
 
 # Data
+
+
+def test_a_fleet_tells_the_time_of_a_step_and_of_its_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(devices.time, "perf_counter", lambda: float(next(clock)))  # every look at the clock takes a second
+    fleet = make_fleet(host_settings(2))
+    assert fleet.times.step_seconds is None
+    for _ in range(3):
+        fleet.advance()
+    assert fleet.times.steps == 3 * fleet.steps_per_decision
+    assert fleet.times.measure_seconds > 0
+    assert fleet.times.step_seconds == fleet.times.train_seconds / fleet.times.steps > 0
 
 
 def test_every_host_sees_all_training_samples_in_its_own_order() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from esper.growth import Grower, Planned, add_slots, grow
+from esper.growth.lifecycle.history import History
 from esper.growth.lifecycle.stages import Advance, Fossilize, Germinate, Prune
 from esper.tasks import ConvHost
 from tests.conftest import sync_debug_mode
@@ -273,3 +275,18 @@ def test_layers_fold_where_convolutions_are_rounded_to_tf32(monkeypatch: pytest.
     model = slotted.bake()
     assert model.blocks[0].conv.out_channels == 16
     assert torch.backends.cudnn.allow_tf32
+
+
+def test_steps_are_timed_by_events_of_the_gpu() -> None:
+    steps = History(checks_per_epoch=2)
+    weights = torch.randn(4096, 4096, device="cuda")
+    with sync_debug_mode("error"):
+        steps.start_clock(torch.device("cuda"))
+        for _ in range(20):
+            weights = (weights @ weights).clamp(-1, 1)
+            steps.note_step(weights[0, 0], samples=1, flops_per_sample=1)
+    before = time.perf_counter()
+    steps.chunks()
+    waited = time.perf_counter() - before
+    assert steps.step_seconds is not None
+    assert 20 * steps.step_seconds > 0.5 * waited  # the device was busy, although the calls had returned long before

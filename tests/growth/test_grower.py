@@ -15,6 +15,7 @@ from esper.config import ConfigError
 from esper.gradients import GradientStats
 from esper.growth import Grower, GrowthError, add_slots
 from esper.growth.config import HeuristicConfig, LifecycleConfig, SeedOptimizerConfig
+from esper.growth.lifecycle import history
 from esper.growth.lifecycle.stages import Fossilize, Germinate, Prune, Stage
 from tests.growth.builders import (
     QUICK,
@@ -537,3 +538,33 @@ def test_a_copy_of_a_grower_is_baked_on_its_own() -> None:
     assert list(loop.host.state_dict()) == names
     loop.epoch()
     assert loop.grower.epoch == 3
+
+
+@pytest.mark.parametrize("has_events", [True, False])
+def test_the_time_of_a_step_is_taken_by_events_of_the_device_without_a_wait_of_its_own(
+    has_events: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    class Watch:
+        def __init__(self, device: torch.device) -> None:
+            self.has_events = has_events
+
+        def mark(self) -> None:
+            calls.append("mark")
+
+        def seconds(self) -> list[float]:
+            calls.append("seconds")
+            return [6.0]
+
+    monkeypatch.setattr(history, "Stopwatch", Watch)
+    steps = history.History(checks_per_epoch=2)
+    read = steps._read
+    monkeypatch.setattr(steps, "_read", lambda: (calls.append("read"), read())[1])
+    steps.start_clock(torch.device("cpu"))
+    for loss in (3.0, 2.0, 1.0):
+        steps.note_step(torch.tensor(loss), samples=4, flops_per_sample=1)
+    assert steps.chunks() == [2.5, 1.0]
+    assert steps.step_seconds == 2.0
+    # An event is recorded before the losses are read, which waits for it; without events the clock is read once the steps are done.
+    assert calls == (["mark", "mark", "read", "seconds"] if has_events else ["mark", "read", "mark", "seconds"])

@@ -211,6 +211,8 @@ class GrowthEnv:
                 blueprints=count_blueprints(seeds, [one for ledger in ledgers for one in ledger.refused]),
                 skipped=int(twinned.fleet.skipped_steps[: twinned.hosts].sum()),
                 decisions={name: self._move_counts[number][name] for name in MOVE_NAMES},
+                step_seconds=twinned.fleet.times.step_seconds,
+                measure_seconds=twinned.fleet.times.measure_seconds,
                 gflops=sum(row.lifecycles.history.flops for row in twinned.fleet.rows) / 1e9,
                 round=self._rounds[number],
                 fleet=number,

@@ -74,6 +74,8 @@ class RoundEnded(Event, tag="round_ended", frozen=True):
     gflops: float = 0.0  # used by all hosts and twins, validation and pruned seeds included
     round: int = 0  # number of rounds that the fleet had before
     fleet: int = 0  # number of the fleet within the batch
+    step_seconds: float | None = None  # mean duration of a training step of all hosts and twins, in this session
+    measure_seconds: float = 0.0  # time for validation and contributions, in this session
 
     def shown(self) -> Mapping[str, Any]:
         """Show blueprints under their names: blueprints/norm/kept."""

@@ -19,7 +19,7 @@ from esper.controller.domain import FleetSetting
 from esper.controller.reward import HostStanding, standing_after
 from esper.fleet.config import HostConfig
 from esper.fleet.data import TaskTensors
-from esper.fleet.fleet import Fleet
+from esper.fleet.fleet import Fleet, FleetTimes
 from esper.growth.config import RentConfig
 from esper.growth.lifecycle.stages import Decision, GrowthState
 from esper.runs import Event
@@ -70,7 +70,7 @@ class FleetWithTwins:
         twins = self._twins(setting)
         self.twin_of = [self.hosts + twins.index(_twin_of(host)) for host in self.host_configs]
         self.fleet.reset(dict(enumerate((*self.host_configs, *twins))))
-        self.fleet.samples_trained = 0
+        self.fleet.samples_trained, self.fleet.times = 0, FleetTimes()
         self._recordings_before = self.fleet.recordings
         self._states: list[GrowthState] | None = None  # cache of `states()`
 

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,7 +31,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from esper.devices import upload
+from esper.devices import Stopwatch, upload
 from esper.fleet.config import FleetConfig, FleetError, HostConfig, check_state
 from esper.fleet.data import FleetData, TaskTensors, placed_inputs, rounded_inputs
 from esper.fleet.device import Reading, Repeater, on_gpu
@@ -72,6 +72,23 @@ from esper.tasks import Split, Task
 # validation batch, because the caches are small.
 _STEPS_PER_PASS = 4
 _HALF_PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # of activations; the weights stay in float32
+
+
+@dataclass(frozen=True, slots=True)
+class FleetTimes:
+    """Time that a fleet took, measured by events of the device where it has any."""
+
+    steps: int = 0  # training steps, of all hosts together
+    train_seconds: float = 0.0
+    measure_seconds: float = 0.0  # validation, contributions and checks between two decisions
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Mean duration of a training step of all hosts; None before the first."""
+        return self.train_seconds / self.steps if self.steps else None
+
+    def plus(self, steps: int, train_seconds: float, measure_seconds: float) -> FleetTimes:
+        return FleetTimes(self.steps + steps, self.train_seconds + train_seconds, self.measure_seconds + measure_seconds)
 
 
 class Fleet:
@@ -139,6 +156,7 @@ class Fleet:
         self.samples = self._samples(tensors.validation, self.config.validation_samples)
         self.rows: list[Host] = [self._new_host(row, HostConfig()) for row in range(hosts)]
         self.samples_trained = 0  # by all hosts together
+        self.times = FleetTimes()  # of the training in this process
 
     # State and memory
 
@@ -371,10 +389,14 @@ class Fleet:
         if not rows:
             return []
         with self._on_device(), explained(self.hosts, self.memory_per_host, self._memory.least, room=self._room, device=self.device):
-            plan, reading = self.plan(rows), Reading()
+            watch, plan, reading = Stopwatch(self.device), self.plan(rows), Reading()
+            watch.mark()
             self._train(plan, reading)
+            watch.mark()
             trials = self._measure(rows, reading)
+            watch.mark()
             found = reading.read()  # the only wait for the device
+        self.times = self.times.plus(self.steps_per_decision, *watch.seconds())
         for name, seeds in plan.seed_batches.items():
             for slot, position, norms, skipped in seeds.by_seed(found[f"norms of {name}"], found[f"skipped of {name}"]):
                 backend = self.rows[rows[position]].lifecycles.slots[slot]

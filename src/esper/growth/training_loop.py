@@ -306,7 +306,7 @@ class Training:
         self.model.train()
         batches = iter(self.train_loader)
         number = grower.history.steps * self.config.accumulate + 1  # of the next batch in the epoch, for errors
-        grower.history.start_clock()
+        grower.history.start_clock(self.device)
         while group := self._next_batches(batches, grower):
             self._train_step(group, grower, first=number)
             number += len(group)

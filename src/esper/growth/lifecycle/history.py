@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from esper.devices import Stopwatch
 from esper.growth.config import GrowthError
 
 
@@ -35,12 +36,16 @@ class History:
         self.data_wait: float | None = None  # seconds spent waiting for data in this epoch; None: not measured
         self.skipped: Tensor | int = 0  # steps that the host's optimiser skipped since the last EpochEnded event; may be on the device
         self.step_seconds: float | None = None  # mean seconds per step of the last epoch; None: not measured
-        self._clock_began: float | None = None  # when the clock was started in this epoch; None: the steps are not timed
+        self._watch: Stopwatch | None = None  # of the steps of this epoch; None: they are not timed
         self._untimed_steps = 0  # steps of this epoch before the clock was started, which happens after a resume
 
-    def start_clock(self) -> None:
-        """Start to measure the training steps of an epoch, or the rest of it after a resume. `chunks` ends the measurement."""
-        self._clock_began, self._untimed_steps, self.data_wait = time.perf_counter(), self.steps, 0.0
+    def start_clock(self, device: torch.device) -> None:
+        """Start to measure the training steps of an epoch, or the rest of it after a resume. `chunks` ends the measurement.
+
+        It is made by events of the device where it has any, and needs no wait for it.
+        """
+        self._watch, self._untimed_steps, self.data_wait = Stopwatch(device), self.steps, 0.0
+        self._watch.mark()
 
     def note_step(self, loss: Tensor, *, samples: int | None, flops_per_sample: int) -> None:
         """Note one training step. `loss` is not read before the end of the epoch."""
@@ -70,12 +75,17 @@ class History:
             raise GrowthError(
                 "an epoch is over without a single after_step: the training loader yields nothing, or after_step is not called"
             )
+        # Reading the losses waits until all steps are done, and with them an event that was recorded before. Without events, read the clock
+        # after it.
+        watch, self._watch = self._watch, None
+        if watch is not None and watch.has_events:
+            watch.mark()
         losses = self._read()
-        # All steps are done now: reading their losses has waited for the device.
-        if self._clock_began is not None:
-            seconds, self._clock_began = time.perf_counter() - self._clock_began, None
+        if watch is not None:
+            if not watch.has_events:
+                watch.mark()
             timed_steps = self.steps - self._untimed_steps
-            self.step_seconds = seconds / timed_steps if timed_steps else None
+            self.step_seconds = watch.seconds()[0] / timed_steps if timed_steps else None
         means: list[float] = chunk_means(losses, self._checks).tolist() if len(losses) else []
         return means
 
