@@ -103,8 +103,8 @@ def run_one(setting: Setting, grown: Record, way: str, at: float, seed: int) -> 
     host = setting.load().make_host("starved", seed=seed)
     loop = Loop(setting, host, Planned(plan), setting.config(seed, lifecycle=life, slots=slots), seed=seed)
     if way == "straight_through":
-        loop.grower._shadow = StraightThrough(loop.slotted)
-        loop.optimizer.register_step_post_hook(loop.grower._shadow.learn)
+        loop.grower._steps.shadow = StraightThrough(loop.slotted)
+        loop.optimizer.register_step_post_hook(loop.grower._steps.shadow.learn)
     sizes: dict[str, float] = {}
     for _ in range(setting.epochs):
         loop.run_epoch()

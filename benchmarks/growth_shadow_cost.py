@@ -99,7 +99,7 @@ class Side:
     def step(self, *, is_recorded: bool = True) -> Tensor:
         """As a user would do it. Where nothing is recorded, the second pass computes everything again."""
         if not is_recorded:
-            self.grower._shadow.rest()
+            self.grower._steps.shadow.rest()
         loss = F.cross_entropy(self.slotted(self.inputs), self.targets)
         torch.autograd.backward(loss)
         self.optimizer.step()

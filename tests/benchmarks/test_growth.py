@@ -264,8 +264,8 @@ def test_a_straight_through_seed_learns_and_leaves_its_host_unchanged(small: Tas
         loop = growth_runs.Loop(
             setting, small.make_host("starved", seed=0), Planned(plan), setting.config(0, lifecycle=life, slots=("blocks.0",)), seed=0
         )
-        loop.grower._shadow = growth_raise.StraightThrough(loop.slotted)
-        loop.optimizer.register_step_post_hook(loop.grower._shadow.learn)
+        loop.grower._steps.shadow = growth_raise.StraightThrough(loop.slotted)
+        loop.optimizer.register_step_post_hook(loop.grower._steps.shadow.learn)
         for _ in range(3):
             loop.run_epoch()
         loops.append(loop)

@@ -65,7 +65,7 @@ def test_a_seed_in_the_shadow_leaves_the_host_bit_identical_on_the_gpu(replayed:
         ),
         QUICK_SHADOW,
     )
-    loop.grower._shadow._can_replay = replayed
+    loop.grower._steps.shadow._can_replay = replayed
     torch.manual_seed(5)
     loop.epoch(epochs=4)
     assert loop.losses == expected

@@ -153,7 +153,7 @@ def test_accumulated_gradients_equal_those_of_one_large_batch(lifecycle) -> None
     def trained(parts: int) -> tuple[dict, dict]:
         host = make_host(dtype=torch.float64, dropout=0.0, norm=False)
         loop = make_loop(Script(GROW, probes=[0]), config(lifecycle), host=host, dtype=torch.float64)
-        loop.grower._shadow._can_replay = False  # what is replayed is of the weights before the step
+        loop.grower._steps.shadow._can_replay = False  # what is replayed is of the weights before the step
         loop.grower.begin()
         for _ in range(5):
             for small_x, small_y in zip(x.chunk(parts), y.chunk(parts), strict=True):

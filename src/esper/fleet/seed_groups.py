@@ -37,9 +37,9 @@ from esper.fleet.width import WidthKind
 from esper.growth.config import GrowthConfig, SeedOptimizerConfig
 from esper.growth.host.layout import CPU, Place
 from esper.growth.lifecycle.backend import SeedPlan
-from esper.growth.lifecycle.lifecycles import Lifecycles, options_for
+from esper.growth.lifecycle.lifecycles import Lifecycles
 from esper.growth.lifecycle.stages import Stage
-from esper.growth.seeds.blueprints import get_blueprint, live_parameters
+from esper.growth.seeds.blueprints import get_blueprint, live_parameters, options_for
 from esper.growth.seeds.seed import Blending, Seed, WidePlan
 from esper.growth.seeds.width import plan_in
 

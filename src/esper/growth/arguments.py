@@ -39,7 +39,8 @@ from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.host.slotted import Slotted
 from esper.growth.host.units import modules_of
 from esper.growth.lifecycle.backend import AnyBackend
-from esper.growth.lifecycle.lifecycles import Lifecycles, Option
+from esper.growth.lifecycle.lifecycles import Lifecycles
+from esper.growth.seeds.blueprints import Option
 from esper.growth.seeds.folding import check_trained
 from esper.parallel import ALONE, Group, Ranks
 

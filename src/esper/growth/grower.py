@@ -31,11 +31,10 @@ rank 0 decides for all ranks.
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, TypeVar
@@ -51,29 +50,26 @@ from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.controllers.baselines import with_settings
 from esper.growth.events import BestRestored, EpochEnded, Folded
 from esper.growth.host.averages import growing_averages
-from esper.growth.host.follower import OptimizerFollower
 from esper.growth.host.isolation import unwrap
 from esper.growth.host.slotted import Slotted
 from esper.growth.host.units import layer_of, part_of
 from esper.growth.lifecycle.backend import ModuleBackend, make_backends
-from esper.growth.lifecycle.decisions import ask_gate, carry_out, epoch_ended, growth_state, slot_states
+from esper.growth.lifecycle.decisions import carry_out, epoch_ended, growth_state, shrink_least
 from esper.growth.lifecycle.governor import Diverged, LossRange
-from esper.growth.lifecycle.ledger import LEDGER_HEADING, ledger_rows
 from esper.growth.lifecycle.lifecycles import Lifecycles
 from esper.growth.lifecycle.recovery import Recovery
-from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, Shrink, Stage
+from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, Stage
 from esper.growth.measure.contribution import AlphaSearch, Evaluate, Measurement, modes_kept, search_alpha
-from esper.growth.measure.probe import ProbeRunner, Promises
-from esper.growth.metrics import as_number, check_metrics
-from esper.growth.report.story import metric_in_words
-from esper.growth.report.summary import ProgressLines, counted
+from esper.growth.metrics import check_metrics, noting
+from esper.growth.report.card import model_card
+from esper.growth.report.summary import ProgressLines
+from esper.growth.seed_steps import SeedSteps
 from esper.growth.seeds.learner import MakeOptimizer, innermost, reading_waits
-from esper.growth.seeds.shadow import Closure, Shadow
+from esper.growth.seeds.shadow import Closure
 from esper.growth.telemetry import Callbacks, GrowthTelemetry, SinksWithoutLog, check_sinks
 from esper.runs import CheckpointStore, Event, Sink
 from esper.runs.versions import Versions
 from esper.statistics import Interval
-from esper.text_table import figure
 
 Value = TypeVar("Value")
 KIND = Versions("growth")  # of checkpoints that hold the state of a grower, as their part "grower"
@@ -141,21 +137,12 @@ class Grower:
         )
         check_grown_are_trained(slotted, self.optimizers, self.lifecycles.options)
         self.history, self.ledger = self.lifecycles.history, self.lifecycles.ledger
-        self._recovery = Recovery(
-            slotted,
-            self.optimizers,
-            self.lifecycles,
-            scaler=scaler,
-            scheduler=scheduler,
-            best_by=best_by,
-        )
+        self._recovery = Recovery(slotted, self.optimizers, self.lifecycles, scaler=scaler, scheduler=scheduler, best_by=best_by)
         if not self._recovery.has_finite_weights():
             raise GrowthError("the model has weights that are NaN or infinite before the training; initialise or load it again")
         self._recovery.take_snapshot()
-        self._prober = ProbeRunner(slotted, self.lifecycles, self.optimizers, seed_optimizer)
         self._group = ranks_of(slotted.model)
         self._measurement = Measurement(slotted, group=self._group)
-        self._shadow = Shadow(slotted, alpha=self.config.lifecycle.alpha_target)
         self._sinks = SinksWithoutLog(sinks, run=type(unwrap(slotted.model)).__name__, rank=self._group.rank)
         self._listeners: list[Callable[[Event], None]] = [
             *([ProgressLines(type(unwrap(slotted.model)).__name__)] if progress and self._group.rank == 0 else []),
@@ -168,32 +155,25 @@ class Grower:
         self._metrics: dict[str, float] = {}  # of the last epoch, or of the one that was restored as the best
         self._restored: BestRestored | None = None  # None: the state is that of the last epoch
         self._has_begun = False
-        self._has_stepped = False  # the host's optimiser has stepped since the last after_step
-        self._has_stepped_in_epoch = False  # the host's optimiser has stepped since the last after_epoch
         self._has_warned = False  # about unknown sample counts
-        self._optimizer_steps = 0  # steps of the host's optimiser in this epoch, so far
-        self._optimizer_steps_before: int | None = None  # the same number in the last epoch; None before the end of the first
-        self._shadow_seeds: list[ModuleBackend] = []  # slots whose seeds learn in the shadow
-        self._forward_flops = 0  # per sample, of the host and its connected seeds
-        self._one = torch.ones((), device=next(slotted.model.parameters()).device)
-        # The GradScaler's loss scale after the last step. `get_scale` waits for the device, which costs nothing before the training.
-        self._last_loss_scale: Tensor | float = scaler.get_scale() if scaler is not None else 1.0
         self._averages = growing_averages(averages, slotted)
-        # From here on this grower follows the optimiser. A grower that was made earlier for the same slots stops.
-        if slotted.calls.follower is not None:
-            slotted.calls.follower.stop()
-        self._follower = OptimizerFollower(
+        # From here on this grower follows the optimisers. A grower that was made earlier for the same slots stops.
+        self._steps = SeedSteps(
+            slotted,
             self.optimizers,
-            [slotted.model, unwrap(slotted.model)],
-            before_step=self._before_step,
-            step=self._step_seeds,
-            zero_grad=self._clear_gradients,
-            is_pending=self._has_gradients,
+            self.lifecycles,
+            self._recovery,
+            scaler=scaler,
+            seed_optimizer=seed_optimizer,
+            group=self._group,
+            on_first_step=self._note_gradients,
         )
-        self._follower.on_stop = self._recovery.forget  # at once, because the grower itself lives until Python collects its cycles
-        slotted.calls.follower, slotted.facts = self._follower, self.card
-        self._note_seeds()
-        self._prepare_next_step()
+        slotted.facts = self.card
+
+    def _note_gradients(self) -> None:
+        """At the level "debug", note the gradients with which the host steps first in an epoch."""
+        if self.telemetry is not None and self.telemetry.is_debug:
+            self.telemetry.note_gradients(unwrap(self.slotted.model))
 
     @property
     def epoch(self) -> int:
@@ -224,8 +204,8 @@ class Grower:
         check_ranks(self.slotted.model, self._group)  # again, because processes may have joined since the grower was made
         self._has_begun = True
         self._decide()
-        self._note_seeds()
-        self._prepare_next_step()
+        self._steps.note_seeds()
+        self._steps.prepare()
         self.history.lap()
         self._emit_events()
 
@@ -254,16 +234,16 @@ class Grower:
         if samples is None:
             samples = self.slotted.calls.samples or None
         samples = None if samples is None else samples * self._group.world_size
-        is_lost, is_skipped = self._is_lost(value), self._has_overflowed()
+        is_lost, is_skipped = self._is_lost(value), self._steps.has_overflowed()
         self.history.skipped = self.history.skipped + is_skipped
         if not is_lost:
             self._make_first_decision()
         # Record the loss and the FLOPs, including those that the probe has spent in this step.
-        self.history.note_step(value, samples=samples, flops_per_sample=self._step_flops())
-        if self._prober.probe is not None:
-            probe_flops = self._prober.take_flops()
+        self.history.note_step(value, samples=samples, flops_per_sample=self._steps.flops())
+        if self._steps.prober.probe is not None:
+            probe_flops = self._steps.prober.take_flops()
             self.history.flops += 0 if samples is None else probe_flops
-        self._follower.forget_failed_steps()
+        self._steps.follower.forget_failed_steps()
         # Restore a snapshot if the loss is not finite; otherwise train the seeds in the shadow, and advance warm-ups and alphas.
         if is_lost:
             self._go_back(f"the training loss of step {self.history.steps} is {float(value)}")
@@ -271,12 +251,12 @@ class Grower:
         else:
             if self.epoch == 0 and self.history.steps == 1:
                 self._recovery.hold_moving()  # find frozen parameters that the training loop changes by hand
-            self._step_shadow_seeds(closure)
-            self._tick(is_skipped)
+            self._steps.step_shadow_seeds(closure)
+            self._steps.tick(is_skipped)
         for average in self._averages:
             average.follow()
-        self._has_stepped = False
-        self._prepare_next_step()
+        self._steps.has_stepped = False
+        self._steps.prepare()
         self._emit_events()
 
     def _is_lost(self, loss: Tensor) -> bool:
@@ -287,43 +267,12 @@ class Grower:
         """
         return not reading_waits(loss) and self._group.world_size == 1 and not math.isfinite(float(loss))
 
-    def _step_shadow_seeds(self, closure: Closure | None) -> None:
-        """Train the seeds in the shadow by one step, if the host has stepped since the last call."""
-        if self._shadow_seeds and closure is not None and self._has_stepped:
-            with self._prober.paused():
-                self._shadow.step(self._shadow_seeds, closure, scale=self._loss_scale(), group=self._group)
-
-    def _tick(self, is_skipped: Tensor | bool) -> None:
-        """Advance the warm-up of the seeds' learning rates, and the alphas that move, by one step; the host may have skipped it."""
-        curve = self.config.lifecycle.alpha_curve
-        for backend in self.lifecycles.slots.values():
-            if backend.learner is not None:
-                backend.learner.tick(is_skipped=is_skipped)
-            if backend.record.ramp is not None:
-                backend.advance_alpha(curve)
-
-    def _has_overflowed(self) -> Tensor | bool:
-        """Return whether the GradScaler skipped the host's step: then its loss scale is lower than before.
-
-        The result is a tensor if losses are scaled, because reading it would wait for the device.
-        """
-        scale = self._loss_scale()
-        return False if scale is None or self._has_stepped else scale < self._last_loss_scale
-
-    def _step_flops(self) -> int:
-        """Return the FLOPs per sample of one training step: 3 forward passes' worth, and the second pass of seeds in the shadow."""
-        second = 0
-        if self._shadow_seeds and self._has_stepped:
-            costs = [self.lifecycles.cost(backend.place.name) for backend in self._shadow_seeds]
-            second = self._shadow.flops(self._shadow_seeds, costs)
-        return 3 * self._forward_flops + second
-
     def recording(self) -> AbstractContextManager[None]:
         """Record the forward pass inside the `with` block, so that seeds in the shadow need not compute all of it again.
 
         A call of the slotted model does this itself.
         """
-        return self._shadow.recording() if self._shadow_seeds else nullcontext()
+        return self._steps.recording()
 
     def after_epoch(self, evaluate: Evaluate, *, metrics: Mapping[str, float | Callable[[], float]] | None = None) -> EpochEnded:
         """Measure the seeds, let the governor judge the epoch, and carry out the controller's decision. Call it after every epoch.
@@ -353,19 +302,19 @@ class Grower:
             )
         values: dict[str, float] = {}
         if found := self._checked_metrics(metrics):
-            evaluate = _noting(evaluate, found, values)
+            evaluate = noting(evaluate, found, values)
         self._make_first_decision()
         # Nothing but the connected seeds may run in the model during the evaluation.
-        self._stop_watching()
+        self._steps.stop_watching()
         chunks = self._averaged(self.history.chunks())
-        self._check_has_stepped()
+        self._steps.check_has_stepped()
         # Measure the losses and the contributions. They, and so the verdict, are the same on all ranks.
         measured = self._measurement.measure(evaluate, self.lifecycles.on_trial(), epoch=self.epoch + 1)
         val_loss = measured.losses.mean
         verdict = self.lifecycles.verdict(chunks, val_loss)
         # Close the epoch.
-        self._has_stepped_in_epoch = False
-        self.lifecycles.end_epoch(chunks, val_loss, measured.contributions, self._end_probe())
+        promises = self._steps.end_epoch()
+        self.lifecycles.end_epoch(chunks, val_loss, measured.contributions, self._from_first_rank(lambda: promises))
         self._warn_of_unknown_samples()
         if values:
             self._metrics = self._averaged_metrics(values)
@@ -378,8 +327,8 @@ class Grower:
             if self._keeps_best:
                 self._recovery.note_best(val_loss, dict(self._metrics))
             decision = self._decide()
-        self._note_seeds()
-        self._prepare_next_step()
+        self._steps.note_seeds()
+        self._steps.prepare()
         device = next(self.slotted.model.parameters()).device
         resources = {} if self.telemetry is None else self.telemetry.resources.read(device)
         shown = self._metrics if values else {}
@@ -401,28 +350,6 @@ class Grower:
         by_rank = self._group.gather_objects(chunks)
         return [fmean(values) for values in zip(*by_rank, strict=True)] if len({len(some) for some in by_rank}) == 1 else by_rank[0]
 
-    def _check_has_stepped(self) -> None:
-        """Warn if there are seeds and the optimiser has not stepped in this epoch."""
-        may_skip = self.scaler is not None and self.scaler.is_enabled()  # the first loss scale may overflow in all steps of an epoch
-        if (
-            not self._has_stepped_in_epoch
-            and not may_skip
-            and any(backend.learner is not None for backend in self.lifecycles.slots.values())
-        ):
-            warnings.warn(
-                "the optimiser passed to this Grower has not stepped in this epoch, so no seed has learned; pass the optimiser whose "
-                "step() the training loop calls",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-    def _end_probe(self) -> Promises | None:
-        """End this epoch's probe and return its results, on all ranks those of rank 0. Start to count the optimiser's steps from 0."""
-        steps, self._optimizer_steps = self._optimizer_steps, 0
-        self._optimizer_steps_before = steps
-        own = None if self._prober.probe is None else self._prober.end_epoch(steps=steps, reported=self.history.steps)
-        return self._from_first_rank(lambda: own)
-
     def _warn_of_unknown_samples(self) -> None:
         """Warn once if the samples of the epoch were not counted: FLOPs are then unknown, and the heuristic does not grow."""
         if self.history.samples is None and not self._has_warned:
@@ -437,7 +364,7 @@ class Grower:
 
     def count_evaluation(self, samples: int) -> None:
         """Add the FLOPs of a forward pass over this many samples per rank. Optional; call it inside `evaluate`."""
-        self.history.flops += samples * self._group.world_size * self._forward_flops
+        self.history.flops += samples * self._group.world_size * self._steps.forward_flops
 
     def restore_best(self, evaluate: Evaluate, *, metrics: Mapping[str, float | Callable[[], float]] | None = None) -> BestRestored | None:
         """Restore the state after the best epoch. Call it once, after the last epoch and before `bake`.
@@ -464,13 +391,13 @@ class Grower:
             return None
         on_trial = [name for name in self.lifecycles.living() if self.lifecycles.slots[name].is_connected]
         if states.by is not None:
-            evaluate = _noting(evaluate, found, values)
-        with self._prober.paused(), modes_kept(self.slotted), self.slotted.without(on_trial):
+            evaluate = noting(evaluate, found, values)
+        with self._steps.prober.paused(), modes_kept(self.slotted), self.slotted.without(on_trial):
             last_loss = self._measurement.losses(evaluate).mean
         last_metrics = self._averaged_metrics(values) if values else {}
         if states.rank(last_loss, last_metrics) <= states.rank(best.val_loss, best.metrics):
             return None
-        self._stop_watching(discard=True)
+        self._steps.stop_watching(discard=True)
         self._recovery.restore(best.state)
         for average in self._averages:
             average.restart()
@@ -484,8 +411,8 @@ class Grower:
             value=None if states.by is None else best.metrics[states.by],
             last_value=None if states.by is None else last_metrics[states.by],
         )
-        self._note_seeds()
-        self._prepare_next_step()
+        self._steps.note_seeds()
+        self._steps.prepare()
         self._emit_events()
         return self._restored
 
@@ -495,7 +422,7 @@ class Grower:
         With `fold`, the layers are truly wider where width seeds were kept, and the host's optimiser goes on with them: its parameters are
         the same objects, and hold the moments of the seeds' own optimisers for the new rows and columns. See `Slotted.bake`.
         """
-        self._stop_watching(discard=True)
+        self._steps.stop_watching(discard=True)
         learners = [(backend.slot.seed, backend.learner) for backend in self.lifecycles.slots.values()]
         of_seeds = {seed: learner.optimizers for seed, learner in learners if seed is not None and learner is not None}
         kept = [slot.seed for slot in self.slotted.slots.values() if slot.is_kept and slot.seed is not None]
@@ -513,41 +440,18 @@ class Grower:
 
     def stop(self) -> None:
         """Remove all hooks from the model and its optimiser. Connected seeds stay in the model and no longer learn."""
-        self._stop_watching(discard=True)
-        self._follower.stop()
+        self._steps.stop()
         for average in self._averages:
             average.stop()
-        if self.slotted.calls.follower is self._follower:
-            self.slotted.calls.recording = self.slotted.calls.follower = None
         self._sinks.close()
 
     def card(self) -> Card:
         """Return the facts of the training so far, for the model card of the baked model: figures, and all seeds."""
-        losses, host, kept = self.history.val_losses, self.slotted.discovery.host, self.ledger.count("kept")
-        added = sum(seed.parameters for seed in self.ledger.seeds if seed.outcome == "kept")
-        # Baking removes the seeds that still live.
-        seeds = [copy.copy(seed) for seed in self.ledger.seeds]
-        for seed in seeds:
-            if seed.outcome == "living":
-                seed.stages = [*seed.stages]
-                seed.enter(self.epoch, Stage.PRUNED, "not fossilized when the model was baked", "pruned")
-        figures = [("epochs", str(self.epoch))]
-        if losses:
-            which, last = ("last", losses[-1]) if self._restored is None else ("best", self._restored.val_loss)
-            figures.append((f"validation loss after the first and the {which} epoch", f"{figure(losses[0], 3)} → {figure(last, 3)}"))
-        figures += [
-            *((f"validation {name}", metric_in_words(name, value)) for name, value in self._metrics.items()),
-            ("parameters", f"{host.parameters + added:,} ({added / max(host.parameters, 1):+.1%} by seeds)"),
-            ("rollbacks", str(self.rollbacks)),
-            ("controller", self.controller.name),
-            ("optimiser", " and ".join(type(one).__name__ for one in self.optimizers)),
-        ]
-        return Card(
-            f"{type(unwrap(self.slotted.model)).__name__}: kept {kept} of {counted(len(seeds), 'seed')}",
-            figures,
-            LEDGER_HEADING,
-            ledger_rows(seeds, is_short=True),
-        )
+        optimizer = " and ".join(type(one).__name__ for one in self.optimizers)
+        how = [("rollbacks", str(self.rollbacks)), ("controller", self.controller.name), ("optimiser", optimizer)]
+        name, losses, host = type(unwrap(self.slotted.model)).__name__, self.history.val_losses, self.slotted.discovery.host.parameters
+        seen: dict[str, Any] = {"epoch": self.epoch, "losses": losses, "restored": self._restored, "metrics": self._metrics}
+        return model_card(self.ledger, name, host=host, how=how, **seen)
 
     def _check_is_active(self) -> None:
         """Raise a GrowthError if the slots were removed or this grower was stopped."""
@@ -556,49 +460,10 @@ class Grower:
                 "the slots were removed by bake() or remove(), so nothing can grow any more; to continue, call add_slots again and make a "
                 "new Grower, with an optimiser that holds the parameters of the fossilized seeds"
             )
-        if not self._follower.is_active:
+        if not self._steps.follower.is_active:
             raise GrowthError(
                 "this Grower is not active: stop() was called, or another Grower was made for the same slots; use the latest one"
             )
-
-    # Called by the follower of the user's optimiser
-
-    def _before_step(self) -> None:
-        self._recovery.hold_new()
-        if self._optimizer_steps == 0 and self.telemetry is not None and self.telemetry.is_debug:
-            self.telemetry.note_gradients(unwrap(self.slotted.model))
-
-    def _step_seeds(self, optimizer: Optimizer) -> None:
-        """Step the connected seeds, as far as they follow this optimiser of the host, which has stepped. The first one evaluates the probe.
-
-        Gradients come from the user's backward passes.
-        """
-        # A fused optimiser under a GradScaler skips its step on the device. It has `found_inf` while it steps.
-        scale, found_inf = self._loss_scale(), getattr(innermost(optimizer), "found_inf", None)
-        if found_inf is not None and optimizer is self.optimizers[0]:
-            self.history.skipped = self.history.skipped + (found_inf.reshape(()) > 0)
-        for backend in self.lifecycles.slots.values():
-            if backend.learner is not None and backend.slot.is_connected:
-                backend.learner.step(with_=optimizer, scale=scale, found_inf=found_inf, group=self._group)
-        if optimizer is self.optimizers[0]:
-            self._optimizer_steps += 1
-            if self._prober.probe is not None:
-                self._prober.ask(scale=scale)
-        self._has_stepped = self._has_stepped_in_epoch = True
-
-    def _clear_gradients(self, set_to_none: bool, optimizer: Optimizer | None) -> None:
-        """Clear the gradients of the seeds and of the probe, because the host's were cleared: those of an optimiser, or all."""
-        for backend in self.lifecycles.slots.values():
-            if backend.learner is not None:
-                backend.learner.zero_grad(set_to_none=set_to_none, with_=optimizer)
-        if self._prober.probe is not None and optimizer in (None, self.optimizers[0]):
-            self._prober.drop()
-
-    def _has_gradients(self) -> bool:
-        """Return whether a seed or the probe holds gradients of backward passes that no step has used."""
-        if self._prober.probe is not None and self._prober.probe.has_caught:
-            return True
-        return any(backend.learner is not None and backend.learner.has_gradients for backend in self.lifecycles.slots.values())
 
     # Measurements that need extra evaluations
 
@@ -609,13 +474,13 @@ class Grower:
         sampled (`esper.shapley`). `esper.analyse` also measures fossilized seeds and the interaction of pairs.
         """
         names = players(self.lifecycles, slots)
-        with self._prober.paused():
+        with self._steps.prober.paused():
             return self._measurement.shapley(evaluate, names).values
 
     def search_alpha(self, slot: str, evaluate: Evaluate, *, alphas: Sequence[float] = (0.25, 0.5, 0.75, 1.0)) -> AlphaSearch:
         """Find which of these alphas has the lowest validation loss, for a `Retarget` action. Calls `evaluate` once per alpha."""
         check_alphas(self.slotted, slot, alphas)
-        with self._prober.paused():
+        with self._steps.prober.paused():
             return search_alpha(self._measurement, slot, evaluate, alphas)
 
     def shrink(self, evaluate: Evaluate) -> list[str]:
@@ -627,22 +492,13 @@ class Grower:
         self._check_is_active()
         removed: list[str] = []
         while kept := [name for name, backend in self.lifecycles.slots.items() if backend.stage is Stage.FOSSILIZED]:
-            with self._prober.paused():
+            with self._steps.prober.paused():
                 found = self._measurement.measure(evaluate, kept, epoch=self.epoch).contributions
-            for name, contribution in found.items():
-                self.lifecycles.note_contribution(name, contribution)
-            rents, actions = {name: self.lifecycles.rent(name) for name in found}, list[Shrink]()
-            for state in slot_states(self.lifecycles, *found):
-                name = state.place.name
-                action = Shrink(slot=name, reason=f"{found[name].in_words()}, and its rent is {figure(rents[name])}")
-                actions += [action] if ask_gate(self.lifecycles, action, state).passed else []
-            if not actions:
+            if not (least := shrink_least(self.lifecycles, found)):
                 break
-            least = min(actions, key=lambda action: found[action.slot].gain.estimate - rents[action.slot])
-            carry_out(self.lifecycles, Decision((least,), "shrinks"), by="shrink")
-            removed.append(least.slot)
-        self._note_seeds()
-        self._prepare_next_step()
+            removed.append(least)
+        self._steps.note_seeds()
+        self._steps.prepare()
         self._emit_events()
         return removed
 
@@ -662,7 +518,7 @@ class Grower:
             self.slotted.slot(action.slot)  # raises an error that lists the slots, if this one does not exist
         carry_out(self.lifecycles, decision, by=self.controller.name)
         if decision.probe and not self.lifecycles.is_over:
-            self._prober.request(without=decision.not_probed)
+            self._steps.prober.request(without=decision.not_probed)
         return decision
 
     def _from_first_rank(self, make: Callable[[], Value]) -> Value:
@@ -671,11 +527,11 @@ class Grower:
 
     def _go_back(self, reason: str) -> None:
         """Restore a snapshot. Raise Diverged if that has happened too often."""
-        self._stop_watching(discard=True)
+        self._steps.stop_watching(discard=True)
         self.lifecycles.go_back(reason, self._recovery)
         for average in self._averages:
             average.restart()
-        self._note_seeds()
+        self._steps.note_seeds()
         try:
             self.lifecycles.check_not_diverged(reason)
         except Diverged:
@@ -688,39 +544,6 @@ class Grower:
     def _tell(self, event: Event) -> None:
         for listener in self._listeners:
             listener(event)
-
-    # Preparation of the next step
-
-    def _note_seeds(self) -> None:
-        """Note the FLOPs of a forward pass and the seeds in the shadow. Call it after every change of the slots."""
-        self._forward_flops = self.slotted.discovery.host.flops + self.lifecycles.connected().flops
-        learning = [backend for backend in self.lifecycles.slots.values() if backend.stage is Stage.TRAINING]
-        if self._shadow_seeds and not learning:
-            self._shadow.rest()
-        self._shadow_seeds = learning
-
-    def _prepare_next_step(self) -> None:
-        """Attach the probe and the recording for the next forward pass, and start to count its samples."""
-        calls = self.slotted.calls
-        calls.samples, calls.recording = 0, None
-        if (scale := self._loss_scale()) is not None:
-            self._last_loss_scale = scale
-        if self._prober.probe is not None:
-            self._prober.get_ready(self._optimizer_steps, self._optimizer_steps_before)
-        if self._shadow_seeds:
-            self._shadow.prepare(self._shadow_seeds)
-            calls.recording = self._shadow.recording
-
-    def _stop_watching(self, *, discard: bool = False) -> None:
-        """Remove the probe and the recording from the model. With `discard`, drop the probe and its results."""
-        if self._prober.probe is not None:
-            (self._prober.discard if discard else self._prober.rest)()
-        if self._shadow_seeds:
-            self._shadow.rest()
-
-    def _loss_scale(self) -> Tensor | None:
-        """Return the GradScaler's loss scale as a tensor, because `get_scale` would wait for the device; None without a GradScaler."""
-        return self.scaler.scale(self._one) if self.scaler is not None and self.scaler.is_enabled() else None
 
     def _checked_metrics(self, metrics: object) -> dict[str, Any]:
         """Return the metrics by name. Raise a GrowthError if the one that decides about the best epoch is missing."""
@@ -759,9 +582,9 @@ class Grower:
             "lifecycles": self.lifecycles.state_dict(),
             "has_begun": self._has_begun,
             "best_by": self._recovery.best_states.by,
-            "probe": {"steps": self._optimizer_steps, "length": self._optimizer_steps_before, "probe": self._prober.state_dict()},
+            "probe": {"steps": self._steps.steps, "length": self._steps.steps_before, "probe": self._steps.prober.state_dict()},
             "measurement": self._measurement.state_dict(),
-            "shadow": self._shadow.state_dict(),
+            "shadow": self._steps.shadow.state_dict(),
             **({} if self.telemetry is None else {"telemetry": self.telemetry.state_dict()}),
         }
 
@@ -775,32 +598,19 @@ class Grower:
         saved_by, by = state["best_by"], self._recovery.best_states.by
         if saved_by != by:
             raise GrowthError(f"the saved state is of a run with best_by={saved_by!r}, not {by!r}; resume it with that")
-        self._stop_watching(discard=True)
+        self._steps.stop_watching(discard=True)
         self._recovery.load_state_dict(state["recovery"])
         self.lifecycles.load_state_dict(state["lifecycles"])
         self.controller.load_state_dict(state["controller"]["state"])
         self._has_begun = state["has_begun"]
-        self._has_stepped_in_epoch = self.history.steps > 0
+        self._steps.has_stepped_in_epoch = self.history.steps > 0
         self._measurement.load_state_dict(state["measurement"])
-        self._shadow.load_state_dict(state["shadow"])
+        self._steps.shadow.load_state_dict(state["shadow"])
         if self.telemetry is not None and "telemetry" in state:  # a run without telemetry has none
             self.telemetry.load_state_dict(state["telemetry"])
-        self._prober.load_state_dict(state["probe"]["probe"])
-        self._optimizer_steps, self._optimizer_steps_before = state["probe"]["steps"], state["probe"]["length"]
+        self._steps.prober.load_state_dict(state["probe"]["probe"])
+        self._steps.steps, self._steps.steps_before = state["probe"]["steps"], state["probe"]["length"]
         for average in self._averages:
             average.follow()
-        self._note_seeds()
-        self._prepare_next_step()
-
-
-def _noting(evaluate: Evaluate, metrics: Mapping[str, Any], values: dict[str, float]) -> Evaluate:
-    """Return an evaluation that puts the metrics into `values` after its first pass, in which all seeds are on."""
-
-    def evaluate_and_note() -> Any:
-        losses = evaluate()
-        losses = list(losses) if isinstance(losses, Iterator) else losses
-        if not values:
-            values.update({name: as_number(name, value() if callable(value) else value) for name, value in metrics.items()})
-        return losses
-
-    return evaluate_and_note
+        self._steps.note_seeds()
+        self._steps.prepare()

@@ -150,3 +150,16 @@ class _Replayed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def noting(evaluate: Callable[[], Any], metrics: Mapping[str, Any], values: dict[str, float]) -> Callable[[], Any]:
+    """Return an evaluation that puts the metrics into `values` after its first pass, in which all seeds are on."""
+
+    def evaluate_and_note() -> Any:
+        losses = evaluate()
+        losses = list(losses) if isinstance(losses, Iterator) else losses
+        if not values:
+            values.update({name: as_number(name, value() if callable(value) else value) for name, value in metrics.items()})
+        return losses
+
+    return evaluate_and_note

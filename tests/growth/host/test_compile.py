@@ -294,7 +294,7 @@ def test_probed_steps_compile_nothing_and_later_steps_run_compiled(is_in_place: 
     with compilations(counter, 0):
         for _ in range(2):
             train_step(call, grower, batch)
-    assert grower._prober.end_epoch(steps=2, reported=2)
+    assert grower._steps.prober.end_epoch(steps=2, reported=2)
     with compilations(counter, 1):
         for _ in range(2):
             train_step(call, grower, batch)

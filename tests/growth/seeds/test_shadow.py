@@ -50,7 +50,7 @@ def test_a_seed_in_the_shadow_leaves_a_host_with_batch_norm_and_dropout_bit_iden
 
     torch.manual_seed(5)
     loop = make_loop(Script(actions), settings, host=make_host(), make_optimizer=make_optimizer)
-    loop.grower._shadow._can_replay = replayed
+    loop.grower._steps.shadow._can_replay = replayed
     for _ in range(epochs):
         loop.host.train()
         loop.epoch()
@@ -160,7 +160,7 @@ def test_the_gradient_in_the_shadow_is_that_of_the_host_with_the_seed_in_it() ->
     grower.begin()
     seed = slotted.slots["second"].seed
     assert seed is not None
-    grower._shadow._can_replay = False
+    grower._steps.shadow._can_replay = False
     cross_entropy(host(x), y).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -189,7 +189,7 @@ def test_an_error_in_the_closure_is_raised_at_once_and_replay_stays_enabled(erro
     with pytest.raises(type(error), match=str(error)):
         loop.grower.after_step(torch.tensor(1.0), closure=fail)
     assert len(calls) == 1
-    assert loop.grower._shadow._can_replay
+    assert loop.grower._steps.shadow._can_replay
 
 
 def test_a_closure_on_another_batch_is_computed_without_the_prefix_cache() -> None:
@@ -199,7 +199,7 @@ def test_a_closure_on_another_batch_is_computed_without_the_prefix_cache() -> No
         loop = make_loop(
             Script({0: [Germinate(slot="second", reason="test", blueprint="mlp")]}), config(QUICK_SHADOW), host=make_host(dropout=0.0)
         )
-        loop.grower._shadow._can_replay = can_replay
+        loop.grower._steps.shadow._can_replay = can_replay
         loop.grower.begin()
         for (x, y), (other_x, other_y) in zip(loop.data, loop.data[1:], strict=False):
             for part_x, part_y in ((x, y), (other_x, other_y)):
@@ -220,7 +220,7 @@ def test_a_second_pass_leaves_the_statistics_of_connected_width_seeds_unchanged(
         3: [Germinate(slot="second", reason="test", blueprint="low_rank")],
     }
     loop = make_loop(Script(actions), config(QUICK_SHADOW, budget=BudgetConfig(max_parameters=None, max_flops=None)), host=make_host())
-    loop.grower._shadow._can_replay = False
+    loop.grower._steps.shadow._can_replay = False
     for _ in range(3):
         loop.host.train()
         loop.epoch()

@@ -7,6 +7,8 @@ carry_out(lifecycles, decision, by="heuristic")     # refused actions are writte
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from esper.growth.config import GrowthError
 from esper.growth.events import ActionRefused, EpochEnded, PassedOver, Shrunk, SlotView, Widened
 from esper.growth.lifecycle.backend import AnyBackend
@@ -16,6 +18,7 @@ from esper.growth.lifecycle.stages import (
     Advance,
     Answer,
     Candidate,
+    Contribution,
     Decision,
     Fossilize,
     Germinate,
@@ -33,6 +36,7 @@ from esper.growth.lifecycle.stages import (
     may_shrink,
 )
 from esper.growth.seeds.blueprints import get_blueprint, widened_by
+from esper.text_table import figure
 
 # What a controller sees
 
@@ -188,6 +192,25 @@ def _execute(lifecycles: Lifecycles[AnyBackend], action: Action, state: SlotStat
             number, gain = slot.record.number, state.contribution.gain
             lifecycles.emit(Shrunk.of(name, state.cost, gain, state.rent, number=number, epoch=lifecycles.epoch))
             lifecycles.shrink(name, action.reason)
+
+
+def shrink_least(lifecycles: Lifecycles[AnyBackend], measured: Mapping[str, Contribution]) -> str | None:
+    """Note these contributions of kept seeds, and remove the seed that pays least of those that do not pay their rent. Return its slot.
+
+    Return None if all of them pay.
+    """
+    for name, contribution in measured.items():
+        lifecycles.note_contribution(name, contribution)
+    rents, actions = {name: lifecycles.rent(name) for name in measured}, list[Shrink]()
+    for state in slot_states(lifecycles, *measured):
+        name = state.place.name
+        action = Shrink(slot=name, reason=f"{measured[name].in_words()}, and its rent is {figure(rents[name])}")
+        actions += [action] if ask_gate(lifecycles, action, state).passed else []
+    if not actions:
+        return None
+    least = min(actions, key=lambda action: measured[action.slot].gain.estimate - rents[action.slot])
+    carry_out(lifecycles, Decision((least,), "shrinks"), by="shrink")
+    return least.slot
 
 
 # The end of an epoch

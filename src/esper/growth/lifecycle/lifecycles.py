@@ -13,13 +13,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import astuple
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, Generic, Protocol
 
 import msgspec
 
 from esper.growth.config import GrowthConfig, GrowthError, RentConfig
 from esper.growth.events import BestRestored, Birth, Measured, Outcome, Probed, RolledBack, SeedBack, StageEntered
-from esper.growth.host.layout import Place
 from esper.growth.lifecycle.backend import AnyBackend, Ramp, SeedPlan, SlotRecord
 from esper.growth.lifecycle.governor import Diverged, Governor, LossRange, Verdict
 from esper.growth.lifecycle.history import History
@@ -27,37 +26,13 @@ from esper.growth.lifecycle.ledger import Ledger
 from esper.growth.lifecycle.stages import LIVING, OCCUPIED, Contribution, Cost, Stage, may_move
 from esper.growth.measure.contribution import Allowance, allowance, confidence_of_look, marginal_rent, total
 from esper.growth.measure.probe import Promises, capped
-from esper.growth.seeds.blueprints import REGISTRY, Blueprint, blueprints_for, cost_of, get_blueprint, widened_by
+from esper.growth.seeds.blueprints import REGISTRY, Blueprint, cost_of, get_blueprint, options_for
 from esper.growth.seeds.seed import GATE_WIDTH
 from esper.intervals import Interval
 from esper.rng import Streams
 from esper.runs import Event
 
 NOTHING = Cost(0, 0)
-
-
-class Option(NamedTuple):
-    """A blueprint that may grow in a place, and the names of the units that it widens there."""
-
-    name: str
-    widened: tuple[str, ...]
-
-
-def options_for(place: Place, config: GrowthConfig) -> tuple[Option, ...]:
-    """Return what may grow in a place.
-
-    There are none in a causal place, or where a seed must treat every position alone, if seeds blend by a gate: a gate reads all positions.
-    Units can be added only by the blending "add": otherwise they would not become a part of the layers.
-    """
-    is_closed = (place.is_causal or bool(place.alone)) and config.lifecycle.blending == "gate"
-    fitting = () if is_closed else blueprints_for(place, config.blueprints)
-    options = []
-    for blueprint in fitting:
-        if blueprint.share is None:
-            options.append(Option(blueprint.name, ()))
-        elif config.lifecycle.blending == "add":
-            options.append(Option(blueprint.name, tuple(units.name for units in widened_by(blueprint, place))))
-    return tuple(options)
 
 
 class Recovers(Protocol):

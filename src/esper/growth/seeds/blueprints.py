@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Self, get_args
+from typing import Any, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from esper.growth.config import GrowthError
+from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.host.layout import CPU, Kind, Place, Units
 from esper.growth.lifecycle.stages import Cost
 from esper.growth.seeds import branches
@@ -388,6 +388,30 @@ def _apart(device: torch.device, seed: int = 0) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]), device, torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the other devices' generators too
         yield
+
+
+class Option(NamedTuple):
+    """A blueprint that may grow in a place, and the names of the units that it widens there."""
+
+    name: str
+    widened: tuple[str, ...]
+
+
+def options_for(place: Place, config: GrowthConfig) -> tuple[Option, ...]:
+    """Return what may grow in a place.
+
+    There are none in a causal place, or where a seed must treat every position alone, if seeds blend by a gate: a gate reads all positions.
+    Units can be added only by the blending "add": otherwise they would not become a part of the layers.
+    """
+    is_closed = (place.is_causal or bool(place.alone)) and config.lifecycle.blending == "gate"
+    fitting = () if is_closed else blueprints_for(place, config.blueprints)
+    options = []
+    for blueprint in fitting:
+        if blueprint.share is None:
+            options.append(Option(blueprint.name, ()))
+        elif config.lifecycle.blending == "add":
+            options.append(Option(blueprint.name, tuple(units.name for units in widened_by(blueprint, place))))
+    return tuple(options)
 
 
 def _register_built_in() -> None:
