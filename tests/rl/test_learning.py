@@ -649,11 +649,6 @@ def test_a_resumed_training_has_the_rest_of_its_time(clock):
     second.load_state_dict(first.state_dict())
     assert second.seconds == first.seconds
     assert rates(second, clock, seconds=40.0) == pytest.approx([0.6, 0.4], abs=0.01)
-    older = first.state_dict()
-    del older["counters"]["seconds"]
-    third = PPO(Counting(), config(**TIMED))
-    third.load_state_dict(older)
-    assert third.seconds == 0.0
 
 
 def test_a_learning_rate_rises_and_falls_as_its_schedule_says():
