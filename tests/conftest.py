@@ -100,10 +100,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 # Files of a run are opened by two functions of `esper.files`, which follow no links. A test fails that opens one in another way.
 # An open is judged by the path, and by the innermost function of esper or of the tests on the stack; tests themselves may open anything.
-# Files that users name, such as models, may be inside a run too: `open_file` may read those. TensorBoard and Weights & Biases open the
-# files in their folders themselves, and torch writes the trace of a profile.
+# Files that users name, such as models and settings for --config, may be inside a run too: `open_file` may read those. TensorBoard and
+# Weights & Biases open the files in their folders themselves, and torch writes the trace of a profile.
 
-USER_NAMED = (".safetensors",)
+USER_NAMED = (".safetensors", ".toml")
 FOLDERS_OF_OTHERS = frozenset({"tensorboard", "wandb", "profile"})
 ESPER, TESTS = f"{Path(esper.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}"
 _opened_otherwise: list[str] = []

@@ -401,7 +401,7 @@ def test_an_environment_that_cannot_be_saved_begins_new_episodes_and_says_so(tmp
     train_run(config, tmp_path / "run", should_stop=after_update(4))
     assert train_run(None, tmp_path / "run", resume=True).status == "finished"
     kinds = [record.kind for record in read(tmp_path / "run/events.jsonl")]
-    assert kinds.count("update") == 10
+    assert kinds.count("update") == 11  # rows that only reset an environment are no steps, so ten rollouts are not enough
     assert kinds.count("episodes_restarted") == 1
 
 

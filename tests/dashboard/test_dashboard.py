@@ -240,7 +240,7 @@ def test_a_seed_that_widens_layers_is_told_from_one_in_depth(runs: Path, tmp_pat
         page = Watcher(tmp_path / "runs", cache=tmp_path / f"cache-{is_wide}").page(name_in_address(folder))
         assert page is not None
         assert [(slot["slot"], slot["kind"]) for slot in page["growth"]["slots"]] == [("a", "width" if is_wide else "depth")]
-        line = {**lines_of(folder)[-1], "kind": "widened", "epoch": 2, "slot": "a", "blueprint": "norm", "units": {"conv": 4}}
+        line = {**lines_of(folder)[-1], "kind": "widened", "epoch": 2, "slot": "a", "number": 1, "blueprint": "norm", "units": {"conv": 4}}
         with (folder / EVENTS).open("a") as file:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
@@ -292,7 +292,8 @@ def test_a_page_is_sent_again_only_if_something_has_changed(runs: Path, tmp_path
     assert page is not None
     assert watcher.page(name, page["mark"]) == {"mark": page["mark"]}
     with (folder / EVENTS).open("a") as file:
-        file.write(json.dumps({**lines_of(folder)[-1], "kind": "anomaly"}, separators=(",", ":")) + "\n")
+        found = {"kind": "anomaly", "what": "kl", "subject": "", "value": 1.0, "limit": 0.5, "advice": "lower the learning rate"}
+        file.write(json.dumps({**lines_of(folder)[-1], **found}, separators=(",", ":")) + "\n")
     changed = watcher.page(name, page["mark"])
     assert changed is not None
     assert changed["problems"][0]["kind"] == "anomaly"

@@ -188,7 +188,7 @@ def test_the_page_lists_replays_beside_a_broken_one_and_names_it(port: int) -> N
     assert (rows["one"]["url"], rows["one"]["problem"]) == ("/replays/one.safetensors", None)
     assert "lost.safetensors cannot be read as a safetensors file" in rows["lost"]["problem"]
     status, text = ask(port, "/replays/lost.safetensors")
-    assert (status, "cannot be read as a safetensors file" in text) == (404, True)
+    assert (status, "cannot be read as a safetensors file" in text) == (422, True)
     assert ask(port, "/replays/never.safetensors")[0] == 404
 
 

@@ -166,7 +166,7 @@ def test_a_second_listing_reads_only_the_runs_that_have_changed(tmp_path: Path, 
     first = list_runs(root, cache=cache)
     read: list[str] = []
     refresh = EventIndex.refresh
-    monkeypatch.setattr(EventIndex, "refresh", lambda index: (read.append(index.path.parent.name), refresh(index))[1])
+    monkeypatch.setattr(EventIndex, "refresh", lambda index, *rest: (read.append(index.path.parent.name), refresh(index, *rest))[1])
     assert list_runs(root, cache=cache) == first
     assert read == []
     label(root / "one", add=["good"])

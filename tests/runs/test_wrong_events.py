@@ -127,7 +127,7 @@ def show_all(root: Path, folder: Path, cache: Path) -> Iterator[tuple[str, Calla
 
 
 @pytest.mark.parametrize("kind", ["growth", *OTHERS])
-@pytest.mark.parametrize("trials", [2, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [2, pytest.param(60, marks=pytest.mark.slow)])
 def test_wrong_values_in_a_log_are_left_out_by_everything_that_shows_runs(kind: str, trials: int, tmp_path: Path) -> None:
     folder, draw = made(tmp_path / "runs" / kind, kind), random.Random(trials)
     whole = (folder / EVENTS).read_text().splitlines(keepends=True)

@@ -101,6 +101,9 @@ def fields_of(line: bytes) -> dict[str, Any] | None:
         record = decode(line, stamp, event_type)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
+    # The step is a part of the stamp, unless the event has a field of this name, which was checked with its type.
+    if record.step is None and stamp.step is not None and "step" not in event_type.__struct_encode_fields__:
+        return None
     where: dict[str, Any] = {"kind": stamp.kind, "time": record.time, "run": record.run, "rank": record.rank, "step": record.step}
     return {**where, **msgspec.to_builtins(record.event)}
 

@@ -151,6 +151,7 @@ class EventLog:
             self.close()
         except OSError as error:  # the program ends, so nothing can handle it
             logging.getLogger(__name__).warning("the last events of %s are lost: %s", self.path, reason_of(error))
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self

@@ -372,7 +372,12 @@ def _arena_sections(run: Run) -> list[str]:
     changes = run.index.events("league_changed")[-20:]
     if changes:
         rows = [
-            (f"{event['step']:,}", event["name"], "entered" if event["is_promoted"] else "did not enter", event["reason"])
+            (
+                "–" if event["step"] is None else f"{event['step']:,}",
+                event["name"],
+                "entered" if event["is_promoted"] else "did not enter",
+                event["reason"],
+            )
             for event in reversed(changes)
         ]
         sections.append(section("Changes of the league", table(("step", "player", "", "why"), rows, numbers=(0,))))
