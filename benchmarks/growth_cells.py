@@ -124,7 +124,7 @@ def run_cell(cell: Cell, wanted: Sequence[tuple[str, int]], epochs: int, device:
             "epochs": epochs,
             "test_loss": losses[row],
             "val_loss": val_losses[row],
-            "parameters": (host := fleet.rows[row].lifecycles).lifecycles.host.parameters + host.lifecycles.added().parameters,
+            "parameters": (host := fleet.rows[row].lifecycles).host.parameters + host.added().parameters,
             "gflops": host.history.flops / 1e9,
             "seconds": seconds,
             "seeds": seeds_of(host.ledger),

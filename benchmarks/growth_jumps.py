@@ -60,7 +60,7 @@ class Events:
         if event.startswith("germinate"):
             return tuple(Germinate(slot=slot, reason="forced", blueprint=self.blueprint) for slot in self.slots)
         kinds: dict[str, type[Action]] = {"blend": Advance, "prune": Prune}
-        return tuple(kinds[event](slot, "forced") for slot in self.slots) if event in kinds else ()
+        return tuple(kinds[event](slot=slot, reason="forced") for slot in self.slots) if event in kinds else ()
 
     @property
     def about(self) -> Record:

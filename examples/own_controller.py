@@ -52,7 +52,7 @@ class OneAtATime:
         assert slot.contribution is not None  # measured after every epoch on probation
         low = slot.contribution.gain.low
         action = Fossilize if low > slot.rent else Prune
-        return action(slot.place.name, f"it contributes at least {low:.4f}, and its rent is {slot.rent:.4f}")
+        return action(slot=slot.place.name, reason=f"it contributes at least {low:.4f}, and its rent is {slot.rent:.4f}")
 
 
 def main() -> None:
