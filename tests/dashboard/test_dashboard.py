@@ -530,7 +530,7 @@ def test_a_log_that_is_a_link_out_of_its_run_is_not_read_and_the_page_says_so(pa
         found = json.loads(ask(address, f"/api/runs/{name_in_address(folder)}")[1])
         assert (found["series"], found["summary"]["state"]) == ([], "empty")
         show(page, address, f"/runs/{name_in_address(folder)}", "[data-unread]")
-        assert "is a link to a file outside of its folder and is not read" in page.text("[data-unread]")
+        assert "is a link, and links in the folder of a run are not followed" in page.text("[data-unread]")
         assert "written no events yet" not in page.text("main")
     finally:
         shutil.rmtree(folder)
