@@ -10,8 +10,8 @@ draws the rows, the first weights and the order of the data anew. Arms, each wit
     x1 x4 x16   static nets of 4, 16 and 64 hidden units
     chosen      of these three, that with the lowest validation loss
 
-Losses are squared errors in units of the variance of the training targets, or in nats. Rules are chosen by `--splits 100:105`; the reported
-results come from splits 0:10, which no rule was chosen by.
+Losses are squared errors in units of the variance of the training targets, or in nats. Rules are chosen by `--splits 100:105`. Splits
+0:10 are for the final results; no rule was chosen by them, and they have not been run yet.
 """
 
 from __future__ import annotations
