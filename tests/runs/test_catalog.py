@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 import esper
 from esper.files import FileError
 from esper.rl import PPOConfig, TrainConfig, train_run
-from esper.runs import RunError
+from esper.runs import RunError, index as event_index
 from esper.runs.analysis import read_analysis
 from esper.runs.catalog import DEAD_AFTER_S, LABELS, differing_settings, find_runs, kept_summaries, label, list_runs, open_run, remove_run
 from esper.runs.folder import EVENTS, GROW, locked
@@ -173,6 +173,20 @@ def test_a_second_listing_reads_only_the_runs_that_have_changed(tmp_path: Path, 
     read.clear()
     assert [(summary.name, summary.tags) for summary in list_runs(root, cache=cache)] == [("one", ["good"]), ("other", [])]
     assert set(read) == {"one", "twin"}
+
+
+def test_a_large_log_that_is_listed_and_then_opened_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_index, "CACHED_FROM", 1)
+    write = event_index._write_index
+    monkeypatch.setattr(event_index, "_write_index", lambda *args: (time.sleep(0.1), write(*args)))  # a large one takes its time
+    made_growth(tmp_path / "runs" / "one", [1.0, 0.5])
+    read: list[int] = []
+    take = EventIndex._take
+    monkeypatch.setattr(EventIndex, "_take", lambda index, lines: (read.append(len(lines)), take(index, lines))[1])
+    (run,) = find_runs(tmp_path / "runs", cache=tmp_path / "cache")
+    assert run.brief().state == "finished"
+    run.refresh()
+    assert (run.step(), sum(read)) == (2, (run.folder / EVENTS).stat().st_size)
 
 
 def test_a_damaged_list_of_runs_is_not_used(tmp_path: Path) -> None:

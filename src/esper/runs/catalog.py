@@ -259,6 +259,7 @@ class Run:
             self.refresh()
             self.kept = Kept(stamp, self.summary(now))
             if not is_open and self.kept.summary.state != "running":
+                self.index.wait()  # a page that is opened next takes the kept index of a large log
                 self.index, self.twin, self._has_twin_to_come = EventIndex(self.folder / EVENTS, cache=self._cache), None, None
         summary = self.kept.summary
         if summary.state not in ("running", "dead"):

@@ -65,20 +65,25 @@ class _Group:
         self._rows: list[tuple[Any, ...]] = []  # not in a block yet
         self._computed: dict[str, Series] = {}  # series that were asked for since the last block
 
-    def add_all(self, names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
+    def add(self, names: tuple[str, ...], row: tuple[Any, ...]) -> None:
         if names != self._names or len(self._rows) >= ROWS:
             self.close()
             self._names = names
-        self._rows += rows
+        self._rows.append(row)
 
     def close(self) -> None:
-        """Turn the rows so far into a block. Small blocks before it become a part of it, so that a live run does not have thousands."""
+        """Turn the rows so far into a block."""
         if self._rows:
             block, self._rows = _as_array(self._rows), []
-            while self.blocks and self.blocks[-1][0] == self._names and len(self.blocks[-1][1]) <= min(2 * len(block), ROWS):
-                block = np.concatenate((self.blocks.pop()[1], block))
-            self.blocks.append((self._names, block))
-            self._computed = {}
+            self.add_block(self._names, block)
+
+    def add_block(self, names: tuple[str, ...], block: np.ndarray) -> None:
+        """Add rows. Small blocks before them become a part of their block, so that a live run does not have thousands."""
+        self.close()
+        while self.blocks and self.blocks[-1][0] == names and len(self.blocks[-1][1]) <= min(2 * len(block), ROWS):
+            block = np.concatenate((self.blocks.pop()[1], block))
+        self.blocks.append((names, block))
+        self._computed = {}
 
     def names(self) -> list[str]:
         self.close()
@@ -218,9 +223,9 @@ class EventIndex:
             self._take_alike(kind, lines, starts[:middle], ends[:middle])
             self._take_alike(kind, lines, starts[middle:], ends[middle:])
             return
-        self._lines[reader.kind].extend(self.offset + start for start in starts)
-        self._group(reader.kind).add_all(reader.names, rows)
-        self.last_time = max(self.last_time or 0.0, float(rows[-1][1]))
+        self._lines[reader.kind].frombytes((np.array(starts, np.int64) + self.offset).tobytes())
+        self._group(reader.kind).add_block(reader.names, rows)
+        self.last_time = max(self.last_time or 0.0, float(rows[-1, 1]))
 
     def _take_line(self, line: bytes, offset: int) -> None:
         """Index one line, and note how to read others with the same fields."""
@@ -237,7 +242,7 @@ class EventIndex:
         self._lines.setdefault(kind, array("q")).append(offset)
         place = (f"rank{rank}/" if rank else "") + ("" if env is None else f"env{env}/") + kind
         self.last_time = max(self.last_time or 0.0, at)
-        self._group(place).add_all(tuple(numbers), [(step, at, *numbers.values())])
+        self._group(place).add(tuple(numbers), (step, at, *numbers.values()))
         # A reader takes events that lack some of its inner numbers, so one for events with fewer does not replace it.
         fields = tuple(event)
         inner = {(name, key) for name, value in event.items() if isinstance(value, dict) for key in value}
@@ -382,9 +387,9 @@ class _Reader(NamedTuple):
     decoder: msgspec.json.Decoder[Any]
     getter: Callable[[Any], tuple[Any, ...]]
 
-    def read(self, lines: bytes) -> list[tuple[Any, ...]]:
-        """Return step, time and numbers of every line. Raise a MsgspecError if a line has other fields."""
-        return [self.getter(event) for event in self.decoder.decode_lines(lines)]
+    def read(self, lines: bytes) -> np.ndarray:
+        """Return step, time and numbers of every line, [n, 2 + k]. Raise a MsgspecError if a line has other fields."""
+        return _as_array(list(map(self.getter, self.decoder.decode_lines(lines))))
 
 
 def _reader_of(kind: str, event: dict[str, Any]) -> _Reader | None:
@@ -520,7 +525,7 @@ def _as_steps(column: np.ndarray) -> np.ndarray:
 def _as_array(rows: list[tuple[Any, ...]]) -> np.ndarray:
     """Return rows as numbers [n, k]; None and anything that is not a number become NaN."""
     try:
-        return np.array(rows, dtype=np.float64)
+        return np.fromiter(itertools.chain.from_iterable(rows), np.float64, len(rows) * len(rows[0])).reshape(len(rows), -1)
     except (TypeError, ValueError, OverflowError):
         return np.array([[_number(value) for value in row] for row in rows], dtype=np.float64)
 
