@@ -226,7 +226,8 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         total.add(row.trials, **row.bad)
     lines = [heading, ["---"] * len(heading), *(row.cells() for row in [*rows, total])]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    left_out = "".join(f"\nLeft out: `esper {name}`; {package} is not installed.\n" for name, package in damage.LEFT_OUT.items())
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + left_out
 
 
 def main() -> int:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import shutil
@@ -353,7 +354,7 @@ def _difference(content: bytes, changed: bytes) -> str:
 
 # Commands on whole runs
 
-COMMANDS = (
+ALL_COMMANDS = (
     ["runs", "ls", "."],
     ["runs", "show", "run"],
     ["report", "run"],
@@ -364,6 +365,19 @@ COMMANDS = (
     ["watch", "--terminal", "run"],
     ["runs", "tag", "run", "x"],
 )
+NEEDS = {"query": "duckdb"}  # commands that need an extra, and its package
+
+
+def is_importable(package: str) -> bool:
+    try:
+        importlib.import_module(package)
+    except ImportError:
+        return False
+    return True
+
+
+LEFT_OUT = {name: package for name, package in NEEDS.items() if not is_importable(package)}
+COMMANDS = [argv for argv in ALL_COMMANDS if argv[0] not in LEFT_OUT]
 
 
 def files_of(run: Path) -> list[Path]:
