@@ -14,6 +14,7 @@ from esper.growth.host.layout import Place
 from esper.growth.lifecycle.governor import LossRange
 from esper.growth.lifecycle.stages import OCCUPIED, Candidate, Contribution, Cost, GrowthState, SlotState, Stage
 from esper.statistics import Interval
+from tests.growth.builders import seed_record
 
 RULES = LifecycleConfig(holding_epochs=2)
 HOST = Cost(parameters=2_000, flops=100_000)
@@ -22,9 +23,10 @@ LARGE = Candidate("double_conv3x3", Cost(1_200, 70_000), rent=0.012, promise=0.0
 HEALTHY = GradientStats(steps=16, mean_norm=0.3, max_norm=0.8, health=0.9, skipped=0)
 
 
-def slot(name: str = "first", **fields: Any) -> SlotState:
+def slot(name: str = "first", *, blueprint: str | None = None, **fields: Any) -> SlotState:
     place = Place(name, "conv", (8, 8, 8), depth=0.4, flops_behind=50_000)
-    return replace(SlotState(place, candidates=(LARGE, SMALL)), **fields)
+    seed = None if blueprint is None else seed_record(blueprint)
+    return replace(SlotState(place, seed=seed, candidates=(LARGE, SMALL)), **fields)
 
 
 def seed_on_trial(name: str = "second", *, epoch: int = 4, gain: float = 0.05, **fields: Any) -> SlotState:
@@ -71,7 +73,7 @@ def _drawn_slot(rng: np.random.Generator, name: str, epoch: int) -> SlotState:
     return SlotState(
         place,
         stage,
-        blueprint=BLUEPRINTS[0],
+        seed=seed_record(BLUEPRINTS[0]),
         cost=Cost(int(rng.integers(1, 5_000)), int(rng.integers(1, 100_000))),
         rent=float(rng.uniform(0, 0.3)),
         alpha=float(rng.uniform()),

@@ -22,6 +22,7 @@ from esper.growth.host.layout import Place
 from esper.growth.lifecycle.stages import LIVING, Contribution, Cost, GrowthState, SlotState, Stage
 from esper.growth.measure.contribution import rent_of, total
 from esper.statistics import Interval
+from tests.growth.builders import seed_record
 
 HOST = Cost(parameters=1_000, flops=10_000)
 SEED = Cost(parameters=500, flops=4_000)
@@ -130,7 +131,7 @@ def _slot_state(index: int, seed: Grown | None, *, epoch: int) -> SlotState:
         return SlotState(place)
     gain = seed.gain * seed.alpha
     contribution = Contribution(Interval(gain, gain - 0.01, gain + 0.01), epoch)
-    return SlotState(place, seed.stage, "conv3x3", SEED, alpha=seed.alpha, age=seed.age, contribution=contribution)
+    return SlotState(place, seed.stage, seed_record("conv3x3"), SEED, alpha=seed.alpha, age=seed.age, contribution=contribution)
 
 
 def standings(lives: Sequence[Life]) -> list[HostStanding]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from esper.growth import Grower, Grown, GrowthConfig, Planned, Slotted, add_slots, grow
 from esper.growth.config import LifecycleConfig
+from esper.growth.lifecycle.ledger import SeedRecord
 from esper.growth.lifecycle.stages import Action, Decision, GrowthState
 from esper.growth.metrics import accuracy
 from esper.growth.training import default_optimizer
@@ -301,3 +302,8 @@ def plain_training(
         if scheduler is not None and not per_step:
             scheduler.step()
     return host
+
+
+def seed_record(blueprint: str, *, slot: str = "a") -> SeedRecord:
+    """Return the record of a seed that has just been born."""
+    return SeedRecord(1, slot, blueprint, "joint", born=0, reason="test", parameters=0, flops=0)

@@ -128,6 +128,7 @@ def test_esper_save_writes_the_card_of_a_model_that_a_grower_has_grown(by_slotte
     assert f"- parameters: {sum(parameter.numel() for parameter in model.parameters() if parameter.is_floating_point()):,} (" in text
     assert re.search(r"\| first \| mlp \|.*\| kept \|", text)
     assert re.search(r"\| second \| norm \|.*\| pruned \|.*not fossilized when the model was baked", text)
+    assert [seed.outcome for seed in grower.ledger.seeds] == ["kept", "pruned"]
     assert hashlib.sha256((tmp_path / "net.safetensors").read_bytes()).hexdigest() in text
 
 

@@ -37,7 +37,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -56,13 +56,14 @@ from esper.growth.host.units import layer_of, part_of
 from esper.growth.lifecycle.backend import ModuleBackend, make_backends
 from esper.growth.lifecycle.decisions import carry_out, epoch_ended, growth_state, shrink_least
 from esper.growth.lifecycle.governor import Diverged, LossRange
+from esper.growth.lifecycle.ledger import LEDGER_HEADING, ledger_rows
 from esper.growth.lifecycle.lifecycles import Lifecycles
 from esper.growth.lifecycle.recovery import Recovery
 from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, Stage
 from esper.growth.measure.contribution import AlphaSearch, Evaluate, Measurement, modes_kept, search_alpha
 from esper.growth.metrics import check_metrics, noting
-from esper.growth.report.card import model_card
-from esper.growth.report.summary import ProgressLines
+from esper.growth.report.story import metric_in_words
+from esper.growth.report.summary import ProgressLines, counted
 from esper.growth.seed_steps import SeedSteps
 from esper.growth.seeds.learner import MakeOptimizer, innermost, reading_waits
 from esper.growth.seeds.shadow import Closure
@@ -70,8 +71,8 @@ from esper.growth.telemetry import Callbacks, GrowthTelemetry, SinksWithoutLog, 
 from esper.runs import CheckpointStore, Event, Sink
 from esper.runs.versions import Versions
 from esper.statistics import Interval
+from esper.text_table import figure
 
-Value = TypeVar("Value")
 KIND = Versions("growth")  # of checkpoints that hold the state of a grower, as their part "grower"
 STEPS_PER_EPOCH = 1_000_000  # more than any epoch has: checkpoints are numbered epoch * STEPS_PER_EPOCH + step
 
@@ -155,7 +156,6 @@ class Grower:
         self._metrics: dict[str, float] = {}  # of the last epoch, or of the one that was restored as the best
         self._restored: BestRestored | None = None  # None: the state is that of the last epoch
         self._has_begun = False
-        self._has_warned = False  # about unknown sample counts
         self._averages = growing_averages(averages, slotted)
         # From here on this grower follows the optimisers. A grower that was made earlier for the same slots stops.
         self._steps = SeedSteps(
@@ -168,7 +168,7 @@ class Grower:
             group=self._group,
             on_first_step=self._note_gradients,
         )
-        slotted.facts = self.card
+        slotted.on_bake = self._close_lives
 
     def _note_gradients(self) -> None:
         """At the level "debug", note the gradients with which the host steps first in an epoch."""
@@ -234,7 +234,9 @@ class Grower:
         if samples is None:
             samples = self.slotted.calls.samples or None
         samples = None if samples is None else samples * self._group.world_size
-        is_lost, is_skipped = self._is_lost(value), self._steps.has_overflowed()
+        # On a GPU, or with several ranks, reading every loss would wait; there the governor checks the losses at the end of the epoch.
+        is_read = not reading_waits(value) and self._group.world_size == 1
+        is_lost, is_skipped = is_read and not math.isfinite(float(value)), self._steps.has_overflowed()
         self.history.skipped = self.history.skipped + is_skipped
         if not is_lost:
             self._make_first_decision()
@@ -258,14 +260,6 @@ class Grower:
         self._steps.has_stepped = False
         self._steps.prepare()
         self._emit_events()
-
-    def _is_lost(self, loss: Tensor) -> bool:
-        """Return whether the loss is NaN or infinite, if that can be read at once.
-
-        On a GPU, or with several ranks, reading every loss would wait for the device or the other ranks. There the check is made at the
-        end of the epoch, by the governor.
-        """
-        return not reading_waits(loss) and self._group.world_size == 1 and not math.isfinite(float(loss))
 
     def recording(self) -> AbstractContextManager[None]:
         """Record the forward pass inside the `with` block, so that seeds in the shadow need not compute all of it again.
@@ -306,16 +300,18 @@ class Grower:
         self._make_first_decision()
         # Nothing but the connected seeds may run in the model during the evaluation.
         self._steps.stop_watching()
-        chunks = self._averaged(self.history.chunks())
-        self._steps.check_has_stepped()
+        # Average the training losses over the ranks, or take those of rank 0 if the ranks differ in their number.
+        by_rank = self._group.gather_objects(self.history.chunks())
+        is_even = len({len(chunks) for chunks in by_rank}) == 1
+        chunks = [fmean(values) for values in zip(*by_rank, strict=True)] if is_even else by_rank[0]
+        self._steps.check_epoch()
         # Measure the losses and the contributions. They, and so the verdict, are the same on all ranks.
         measured = self._measurement.measure(evaluate, self.lifecycles.on_trial(), epoch=self.epoch + 1)
         val_loss = measured.losses.mean
         verdict = self.lifecycles.verdict(chunks, val_loss)
         # Close the epoch.
         promises = self._steps.end_epoch()
-        self.lifecycles.end_epoch(chunks, val_loss, measured.contributions, self._from_first_rank(lambda: promises))
-        self._warn_of_unknown_samples()
+        self.lifecycles.end_epoch(chunks, val_loss, measured.contributions, self._group.first(lambda: promises))
         if values:
             self._metrics = self._averaged_metrics(values)
         # Restore a snapshot after a disaster; otherwise let the controller decide.
@@ -342,25 +338,6 @@ class Grower:
         if self.telemetry is not None:
             self.telemetry.end_epoch()
         return ended
-
-    def _averaged(self, chunks: list[float]) -> list[float]:
-        """Return the training losses averaged over the ranks; those of rank 0 if ranks differ in their number of chunks."""
-        if self._group.world_size == 1:
-            return chunks
-        by_rank = self._group.gather_objects(chunks)
-        return [fmean(values) for values in zip(*by_rank, strict=True)] if len({len(some) for some in by_rank}) == 1 else by_rank[0]
-
-    def _warn_of_unknown_samples(self) -> None:
-        """Warn once if the samples of the epoch were not counted: FLOPs are then unknown, and the heuristic does not grow."""
-        if self.history.samples is None and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                "the number of samples of this epoch is unknown, because no call of the model was seen (it may have been compiled after "
-                "add_slots), so FLOPs are not counted and the heuristic will not grow; call slotted(x), or pass "
-                "after_step(loss, samples=len(x))",
-                RuntimeWarning,
-                stacklevel=3,
-            )
 
     def count_evaluation(self, samples: int) -> None:
         """Add the FLOPs of a forward pass over this many samples per rank. Optional; call it inside `evaluate`."""
@@ -446,12 +423,29 @@ class Grower:
         self._sinks.close()
 
     def card(self) -> Card:
-        """Return the facts of the training so far, for the model card of the baked model: figures, and all seeds."""
-        optimizer = " and ".join(type(one).__name__ for one in self.optimizers)
-        how = [("rollbacks", str(self.rollbacks)), ("controller", self.controller.name), ("optimiser", optimizer)]
-        name, losses, host = type(unwrap(self.slotted.model)).__name__, self.history.val_losses, self.slotted.discovery.host.parameters
-        seen: dict[str, Any] = {"epoch": self.epoch, "losses": losses, "restored": self._restored, "metrics": self._metrics}
-        return model_card(self.ledger, name, host=host, how=how, **seen)
+        """Return the training so far for notebooks and for the model card of the baked model: figures, and all seeds."""
+        losses, seeds, host = self.history.val_losses, self.ledger.seeds, self.slotted.discovery.host.parameters
+        added = sum(seed.parameters for seed in seeds if seed.is_present)
+        which, last = ("last", losses[-1:]) if self._restored is None else ("best", [self._restored.val_loss])
+        loss = [f"{figure(losses[0], 3)} → {figure(one, 3)}" for one in last]
+        figures = [
+            ("epochs", str(self.epoch)),
+            *((f"validation loss after the first and the {which} epoch", change) for change in loss),
+            *((f"validation {name}", metric_in_words(name, value)) for name, value in self._metrics.items()),
+            ("parameters", f"{host + added:,} ({added / max(host, 1):+.1%} by seeds)"),
+            ("rollbacks", str(self.rollbacks)),
+            ("controller", self.controller.name),
+            ("optimiser", " and ".join(type(one).__name__ for one in self.optimizers)),
+        ]
+        name = type(unwrap(self.slotted.model)).__name__
+        title = f"{name}: kept {self.ledger.count('kept')} of {counted(len(seeds), 'seed')}"
+        return Card(title, figures, LEDGER_HEADING, ledger_rows(seeds, is_short=True))
+
+    def _close_lives(self) -> Card:
+        """Note that the model was baked, which removes the seeds that still live. Return the card of the training."""
+        self.lifecycles.note_baked()
+        self._emit_events()
+        return self.card()
 
     def _check_is_active(self) -> None:
         """Raise a GrowthError if the slots were removed or this grower was stopped."""
@@ -513,17 +507,13 @@ class Grower:
 
     def _decide(self) -> Decision:
         """Ask the controller of rank 0, and carry out its decision on all ranks."""
-        decision = self._from_first_rank(lambda: self.controller.decide(self.state()))
+        decision = self._group.first(lambda: self.controller.decide(self.state()))
         for action in decision.actions:
             self.slotted.slot(action.slot)  # raises an error that lists the slots, if this one does not exist
         carry_out(self.lifecycles, decision, by=self.controller.name)
         if decision.probe and not self.lifecycles.is_over:
             self._steps.prober.request(without=decision.not_probed)
         return decision
-
-    def _from_first_rank(self, make: Callable[[], Value]) -> Value:
-        """Return `make()` of rank 0 on all ranks."""
-        return make() if self._group.world_size == 1 else self._group.first(make)
 
     def _go_back(self, reason: str) -> None:
         """Restore a snapshot. Raise Diverged if that has happened too often."""
@@ -539,11 +529,7 @@ class Grower:
             raise
 
     def _emit_events(self) -> None:
-        self.lifecycles.tell(self._tell)
-
-    def _tell(self, event: Event) -> None:
-        for listener in self._listeners:
-            listener(event)
+        self.lifecycles.tell(*self._listeners)
 
     def _checked_metrics(self, metrics: object) -> dict[str, Any]:
         """Return the metrics by name. Raise a GrowthError if the one that decides about the best epoch is missing."""
@@ -554,8 +540,6 @@ class Grower:
 
     def _averaged_metrics(self, values: dict[str, float]) -> dict[str, float]:
         """Return the metrics averaged over the ranks."""
-        if self._group.world_size == 1:
-            return values
         by_rank = self._group.gather_objects(values)
         return {name: fmean(rank[name] for rank in by_rank if name in rank) for name in values}
 

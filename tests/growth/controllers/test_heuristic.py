@@ -26,7 +26,7 @@ from esper.growth.host.layout import Place
 from esper.growth.lifecycle.governor import LossRange
 from esper.growth.lifecycle.stages import Candidate, Contribution, Cost, Decision, Germinate, GrowthState, Prune, SlotState, Stage
 from esper.statistics import Interval
-from tests.growth.builders import in_other_units
+from tests.growth.builders import in_other_units, seed_record
 
 RULES = HeuristicConfig()
 HOST = Cost(parameters=2_000, flops=100_000)
@@ -35,9 +35,10 @@ SMALL = Candidate("small", Cost(300, 5_000), rent=0.001, promise=0.002, load=30.
 TRIFLE = Candidate("trifle", Cost(8, 100), rent=0.0001, promise=0.05, load=1.0)
 
 
-def slot(name: str = "a", *, behind: int = 50_000, **fields: object) -> SlotState:
+def slot(name: str = "a", *, behind: int = 50_000, blueprint: str | None = None, **fields: object) -> SlotState:
     place = Place(name, "conv", (4, 8, 8), flops_behind=behind)
-    return replace(SlotState(place, candidates=(BIG, SMALL)), **fields)  # type: ignore[arg-type]
+    seed = None if blueprint is None else seed_record(blueprint)
+    return replace(SlotState(place, seed=seed, candidates=(BIG, SMALL)), **fields)  # type: ignore[arg-type]
 
 
 def state(

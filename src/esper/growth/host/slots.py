@@ -1,4 +1,4 @@
-"""Everything that Esper hooks into a user's model: slots, and patches of `forward`. For optimisers, see `host/follower.py`.
+"""Everything that Esper hooks into a user's model: slots, and patches of `forward` and `zero_grad`.
 
 A `Slot` is the place after a submodule of the host where a seed may grow. It patches the submodule's `forward` and applies the seed to the
 output; an idle slot only calls the submodule. A seed in a slot is not registered in the host, so the user's optimiser, gradient clipping
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from esper.growth.host.layout import Place
@@ -33,7 +34,7 @@ from esper.growth.seeds.seed import Seed
 from esper.torch_internals import version_of
 
 if TYPE_CHECKING:
-    from esper.growth.host.follower import OptimizerFollower
+    from esper.growth.seed_steps import OptimizerFollower
 
 Forward = Callable[..., Any]
 
@@ -487,3 +488,51 @@ class _LoadSeed:
         else:
             slot.alpha = float(slot.seed.alpha)
             slot.connect(slot.is_connected)  # the order of its units may be another
+
+
+class ZeroGradPatch:
+    """Patch of a model's or optimiser's `zero_grad`, which calls `after(set_to_none)` afterwards; torch has no hook for it.
+
+    In a copy of the owner, `after` is None and only the original `zero_grad` is called.
+    """
+
+    def __init__(self, owner: nn.Module | Optimizer, after: Callable[[bool], None]) -> None:
+        self.owner = owner
+        self.after: Callable[[bool], None] | None = after
+        drop_copied_zero_grad(owner)
+        self._before = vars(owner).get("zero_grad")  # None unless the user has replaced it on this instance
+        vars(owner)["zero_grad"] = self
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        result = self._inner(*arguments, **named)
+        if self.after is not None:
+            self.after(bool(named.get("set_to_none", arguments[0] if arguments else True)))
+        return result
+
+    @property
+    def _inner(self) -> Callable[..., Any]:
+        inner: Callable[..., Any] = type(self.owner).zero_grad.__get__(self.owner) if self._before is None else self._before
+        return inner
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._inner)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "after": None}
+
+    def detach(self) -> None:
+        """Restore the original `zero_grad`. If someone else has patched over this patch, it stays and only calls the original."""
+        self.after = None
+        if vars(self.owner).get("zero_grad") is self:
+            if self._before is None:
+                del vars(self.owner)["zero_grad"]
+            else:
+                vars(self.owner)["zero_grad"] = self._before
+
+
+def drop_copied_zero_grad(owner: nn.Module | Optimizer) -> None:
+    """Remove a patch that was copied with the owner and does nothing."""
+    found = vars(owner).get("zero_grad")
+    if isinstance(found, ZeroGradPatch) and found.after is None:
+        found.detach()

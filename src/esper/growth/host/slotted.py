@@ -34,7 +34,6 @@ from esper.display import Card, Displayed
 from esper.growth.config import GrowthError
 from esper.growth.host.default_slots import choose, with_last_blocks
 from esper.growth.host.discover import Discovery, call, discover, weights_of
-from esper.growth.host.follower import drop_copied_zero_grad
 from esper.growth.host.isolation import eager, is_compiled, isolated, unwrap, without_tf32
 from esper.growth.host.layout import Place
 from esper.growth.host.slots import (
@@ -44,6 +43,7 @@ from esper.growth.host.slots import (
     Slot,
     WidePatch,
     around,
+    drop_copied_zero_grad,
     forward_replaced,
     is_hook_of_seed,
     on_load,
@@ -119,7 +119,7 @@ class Slotted(Displayed):
         self.calls = ModelPatch()
         self.is_attached = True
         self._weights = {name: weights_of(host, host.get_submodule(name)) for name in names}  # dtype and device at the discovery
-        self.facts: Callable[[], Card] | None = None  # of the latest grower: the facts of the training, for the model card
+        self.on_bake: Callable[[], Card] | None = None  # of the latest grower: closes its ledger, and returns the card of the training
         self._eager: ExitStack | None = None  # open while a compiled model runs eagerly
         self._homes = find_homes(host, names, example_input)
         self._check_handle = self._attach_slots()
@@ -148,7 +148,7 @@ class Slotted(Displayed):
         return self.calls.run(self.model, arguments, keywords)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_eager": None, "facts": None}  # a copy has no grower
+        return {**self.__dict__, "_eager": None, "on_bake": None}  # a copy has no grower
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -410,7 +410,7 @@ class Slotted(Displayed):
             if before is None or after is None or agree(before, after):
                 stack.pop_all()  # do not attach the slots and connect the other seeds again
                 self._release()
-                FACTS_OF_BAKED[self.host] = None if self.facts is None else self.facts()
+                FACTS_OF_BAKED[self.host] = None if self.on_bake is None else self.on_bake()
                 return self.host
         raise GrowthError(
             f"baking would change the model's outputs for the example input, so nothing was baked. The fossilized seeds are after "

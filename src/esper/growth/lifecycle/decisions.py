@@ -85,7 +85,7 @@ def slot_states(lifecycles: Lifecycles[AnyBackend], *names: str) -> tuple[SlotSt
             SlotState(
                 place=slot.place,
                 stage=record.stage,
-                blueprint=None if seed is None else seed.blueprint,
+                seed=None if seed is None else seed.copy(),
                 cost=cost,
                 rent=lifecycles.rent_beside(cost, added),
                 alpha=slot.alpha if slot.is_connected else 0.0,
@@ -124,7 +124,7 @@ def carry_out(lifecycles: Lifecycles[AnyBackend], decision: Decision, *, by: str
                 ActionRefused(
                     epoch=lifecycles.epoch,
                     slot=action.slot,
-                    number=lifecycles.slots[action.slot].record.number,
+                    number=None if state.seed is None else state.seed.number,
                     action=type(action).__name__.lower(),
                     reason=answer.reason,
                     blueprint=blueprint,
@@ -230,12 +230,12 @@ def epoch_ended(
     actions = [f"{type(action).__name__.lower()} {action.slot}: {action.reason}" for action in decision.actions]
     views = []
     for state in slot_states(lifecycles):
-        name, gradients = state.place.name, state.gradients
+        gradients = state.gradients
         gain = None if state.contribution is None else state.contribution.gain
         views.append(
             SlotView(
-                slot=name,
-                number=lifecycles.slots[name].record.number,
+                slot=state.place.name,
+                number=None if state.seed is None else state.seed.number,
                 stage=state.stage.name,
                 blueprint=state.blueprint,
                 alpha=state.alpha,

@@ -30,7 +30,7 @@ class History:
         self._checks = checks_per_epoch
         self._losses: list[Tensor] = []  # losses of this epoch, on the device
         self._loaded = torch.empty(0)  # losses of this epoch from before the run was resumed
-        self._samples = 0  # samples of this epoch, so far
+        self.samples_so_far = 0  # samples of this epoch, so far
         self._lap_samples = 0  # samples since the last call of `lap`
         self._lap_began = time.perf_counter()
         self.data_wait: float | None = None  # seconds spent waiting for data in this epoch; None: not measured
@@ -53,7 +53,7 @@ class History:
         self._way_steps += 1
         self._losses.append(loss)
         if samples is not None:
-            self._samples += samples
+            self.samples_so_far += samples
             self._lap_samples += samples
             self.flops += samples * flops_per_sample
 
@@ -61,7 +61,7 @@ class History:
         """Note several steps at once. The caller keeps their losses."""
         self.steps += steps
         self._way_steps += steps
-        self._samples += samples
+        self.samples_so_far += samples
         self._lap_samples += samples
         self.flops += flops
 
@@ -102,7 +102,7 @@ class History:
         self.train_losses.append(sum(chunks) / len(chunks) if chunks else (self.train_losses or [val_loss])[-1])
         self.val_losses.append(val_loss)
         self.length, self.steps = self.steps, 0
-        self.samples, self._samples = self._samples or None, 0
+        self.samples, self.samples_so_far = self.samples_so_far or None, 0
         self.forget_losses()
 
     def reach(self, epoch: int) -> None:
@@ -139,7 +139,7 @@ class History:
             "samples_per_epoch": self.samples,
             "steps": self.steps,
             "losses": self._read(),
-            "samples": self._samples,
+            "samples": self.samples_so_far,
             "skipped": int(self.skipped),
             "way_steps": self._way_steps,
             "steps_at": [[epoch, steps] for epoch, steps in self._steps_at.items()],
@@ -147,7 +147,7 @@ class History:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.train_losses, self.val_losses = list(state["train_losses"]), list(state["val_losses"])
-        self.flops, self.length, self.steps, self._samples = state["flops"], state["length"], state["steps"], state["samples"]
+        self.flops, self.length, self.steps, self.samples_so_far = state["flops"], state["length"], state["steps"], state["samples"]
         self.samples = state["samples_per_epoch"]
         self.skipped = state["skipped"]
         self._losses, self._loaded = [], state["losses"].cpu()

@@ -116,6 +116,10 @@ class SeedRecord(msgspec.Struct):
         self.stages.append(Step(epoch, stage, reason))
         self.outcome, self.ended = outcome, None if outcome == "living" else epoch
 
+    def copy(self) -> SeedRecord:
+        """Return a copy, which stays as it is when the training goes on."""
+        return msgspec.structs.replace(self, stages=list(self.stages), contributions=list(self.contributions))
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for pages and tables: the fields, with stages by name, and the present stage and its reason."""
         stages = [{"epoch": step.epoch, "stage": step.stage.name, "reason": step.reason} for step in self.stages]

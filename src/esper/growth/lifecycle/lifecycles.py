@@ -126,10 +126,12 @@ class Lifecycles(Generic[AnyBackend]):
         self.ledger.take(event)
         self._events.append(event)
 
-    def tell(self, on_event: Callable[[Event], None]) -> None:
-        """Pass all queued events to `on_event`, oldest first."""
+    def tell(self, *listeners: Callable[[Event], None]) -> None:
+        """Pass all queued events to the listeners, oldest first."""
         while self._events:
-            on_event(self._events.popleft())
+            event = self._events.popleft()
+            for listener in listeners:
+                listener(event)
 
     # Moves
 
@@ -336,6 +338,12 @@ class Lifecycles(Generic[AnyBackend]):
         event = BestRestored(epoch=epoch, last_epoch=self.epoch, left_out=left_out, gone=gone, back=back, **figures)
         self.emit(event)
         return event
+
+    def note_baked(self) -> None:
+        """After the model was baked: mark the seeds that still lived as pruned, because they are not in it."""
+        for seed in self.ledger.seeds:
+            if seed.outcome == "living":
+                self._tell_stage(seed.slot, seed.number, seed.blueprint, Stage.PRUNED, "not fossilized when the model was baked")
 
     def _changes(self, *, gone: Collection[int] = (), protected: Collection[int | None] = ()) -> tuple[list[int], list[SeedBack]]:
         """After an earlier state was restored: return the seeds that are gone, and those in another stage than the ledger says.

@@ -36,6 +36,7 @@ from esper.text_table import figure
 if TYPE_CHECKING:  # they import torch, which programs that only read a run do without
     from esper.gradients import GradientStats
     from esper.growth.host.layout import Place
+    from esper.growth.lifecycle.ledger import SeedRecord
 
 
 class Stage(IntEnum):
@@ -131,7 +132,7 @@ class SlotState:
 
     place: Place
     stage: Stage = Stage.DORMANT
-    blueprint: str | None = None
+    seed: SeedRecord | None = None  # the life of the seed in it so far, as the ledger tells it; None: it is empty
     cost: Cost = Cost(0, 0)
     rent: float = 0.0  # in the unit of the loss
     alpha: float = 0.0  # 0 for a seed that is not connected
@@ -143,6 +144,10 @@ class SlotState:
     contribution: Contribution | None = None
     candidates: tuple[Candidate, ...] = ()  # blueprints that fit the slot and the rest of the budget; empty unless DORMANT
     tried: tuple[str, ...] = ()  # blueprints that grew here and were pruned
+
+    @property
+    def blueprint(self) -> str | None:
+        return None if self.seed is None else self.seed.blueprint
 
 
 @dataclass(frozen=True, slots=True)
