@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -42,7 +42,7 @@ from esper.runs.folder import RunError
 from esper.runs.index import EventIndex
 from esper.vecenv import make
 from tests.faults import damaged
-from tests.faults.runs import command, is_raw
+from tests.faults.runs import Tally, command, is_raw
 from tests.runs.made import made_growth
 
 HANGS_AFTER_S = 20.0
@@ -283,24 +283,6 @@ GROUPS = {  # rows of the table
     "analysis.json": ("analysis",),
     "kept index of events": ("kept index",),
 }
-
-
-@dataclass
-class Tally:
-    """What came of some damages. Examples are kept of everything that is not good."""
-
-    trials: int = 0
-    right: int = 0  # the content was that of the undamaged file
-    part: int = 0  # lines were dropped and counted
-    refused: int = 0
-    wrong: list[str] = field(default_factory=list)
-    hung: list[str] = field(default_factory=list)
-    raw: list[str] = field(default_factory=list)
-
-    def __iadd__(self, other: Tally) -> Tally:
-        for name in ("trials", "right", "part", "refused", "wrong", "hung", "raw"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        return self
 
 
 def read_damaged(name: str, count: int, folder: Path, *, seed: int = 0) -> Tally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,44 +41,74 @@ class Whole:
     seconds: float
 
 
-def wholes(root: Path) -> dict[str, Whole]:
-    found: dict[str, Whole] = {}
-    for name, trainer in ALL.items():
-        found[name] = Whole(*uninterrupted(trainer, root / f"whole {name}"))
-        if trainer.ranks > 1:  # rank 0 makes the calls that a single process makes
-            found[name].calls = found[name.partition(",")[0]].calls
-    return found
+class Wholes:
+    """Trainings without a fault, and runs that died after their first checkpoint; each made when it is first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._found: dict[str, Whole] = {}
+        self._stopped: dict[str, Path] = {}
+
+    def of(self, name: str) -> Whole:
+        if name not in self._found:
+            self._found[name] = Whole(*uninterrupted(ALL[name], self._root / f"whole {name}"))
+        return self._found[name]
+
+    def calls_of(self, name: str) -> list[str]:
+        """Return the calls of a trainer that touch the disk. Rank 0 of two makes those that a single process makes."""
+        return self.of(name.partition(",")[0]).calls
+
+    def stopped(self, name: str) -> Path:
+        if name not in self._stopped:
+            folder = prepare(self._root / f"stopped {name}")
+            ranks(TRAINERS[name].begin(), folder, 1, Disk(folder / "run", at=len(self.calls_of(name)) * 3 // 4))
+            self._stopped[name] = folder / "run"
+        return self._stopped[name]
 
 
-def spread(whole: Whole, count: int, *, only: str = "") -> list[int]:
+def spread(calls: list[str], count: int, *, only: str = "") -> list[int]:
     """Return `count` numbers of calls, evenly over all of them; some twice if there are fewer."""
-    numbers = [number for number, name in enumerate(whole.calls, 1) if name.startswith(only)]
-    return [numbers[int(place * len(numbers) / count)] for place in range(count)]
+    numbers = [number for number, name in enumerate(calls, 1) if name.startswith(only)]
+    return [numbers[int((place + 0.5) * len(numbers) / count)] for place in range(count)]
 
 
-def planned(whole: dict[str, Whole], *, deaths: int, kills: int, failures: int, shorts: int) -> list[Trial]:
-    """Return all trials, in a random order so that the shares of several processes take equally long.
+def planned(whole: Wholes, share: float) -> list[Trial]:
+    """Return this share of 950 deaths, 50 kills, and all failures and short writes at each call of each trainer.
 
     A tenth of the deaths is for two ranks. Of the others, a quarter happens while a run that had died before is resumed.
     """
     random = np.random.default_rng(0)
     trials: list[Trial] = []
-    for group, share in ((TRAINERS, deaths - deaths // 10), (TWO_RANKS, deaths // 10)):
+    for group, deaths in ((TRAINERS, round(855 * share)), (TWO_RANKS, round(95 * share))):
         for place, name in enumerate(group):
-            count = share // len(group) + (place < share % len(group))
+            count = deaths // len(group) + (place < deaths % len(group))
             again = count // 4 if group is TRAINERS else 0
-            trials += [Trial("death", name, at) for at in spread(whole[name], count - again)]
-            trials += [Trial("death while resuming", name, at) for at in spread(whole[name], again)]
-    for number in range(kills):
+            trials += [Trial("death", name, at) for at in spread(whole.calls_of(name), count - again)]
+            trials += [Trial("death while resuming", name, at) for at in spread(whole.calls_of(name), again)]
+    for number in range(round(50 * share)):
         name = list(ALL)[number % len(ALL)]
         trials.append(Trial("kill", name, after=float(random.uniform(0, 1.1)), victim=number // len(ALL) % ALL[name].ranks))
-    for number, (name, fault) in enumerate((name, fault) for name in TRAINERS for fault in NAMES):
-        count = failures // (len(TRAINERS) * len(NAMES)) + (number < failures % (len(TRAINERS) * len(NAMES)))
-        trials += [Trial("failure", name, at, fault, lasts=place % 2 == 0) for place, at in enumerate(spread(whole[name], count))]
-    for place, name in enumerate(TRAINERS):
-        count = shorts // len(TRAINERS) + (place < shorts % len(TRAINERS))
-        trials += [Trial("short write", name, at, "short") for at in spread(whole[name], count, only="write")]
-    return [trials[place] for place in random.permutation(len(trials))]
+    for name in TRAINERS:
+        calls = whole.calls_of(name)
+        for fault in NAMES:
+            places = enumerate(spread(calls, round(share * len(calls))))
+            trials += [Trial("failure", name, at, fault, lasts=place % 2 == 0) for place, at in places]
+        trials += [Trial("short write", name, at, "short") for at in spread(calls, round(share * calls.count("write")), only="write")]
+    return trials
+
+
+def few(trials: list[Trial]) -> list[Trial]:
+    """Return some trials of every kind and fault, of the trainers in turn: of two ranks, a death of `ppo train`."""
+    random = np.random.default_rng(0)
+    found: list[Trial] = []
+    for kind, count in {"death": 8, "death while resuming": 2, "kill": 2, "failure": 4, "short write": 2}.items():
+        names = [*TRAINERS, next(iter(TWO_RANKS))]
+        for number in range(count):
+            fault = list(NAMES)[number % len(NAMES)] if kind == "failure" else None
+            of_one = [trial for trial in trials if (trial.kind, trial.trainer) == (kind, names[number % len(names)])]
+            of_one = [trial for trial in of_one if fault in (None, trial.fault)]
+            found.append(of_one[random.integers(len(of_one))])
+    return found
 
 
 def tried(trial: Trial, whole: Whole, folder: Path, *, reads: bool) -> Verdict:
@@ -106,8 +135,3 @@ def tried(trial: Trial, whole: Whole, folder: Path, *, reads: bool) -> Verdict:
         verdict.wrong.append(f"ended with {ended[0].code}: {ended[0].printed[-300:]}")
     afterwards(trainer, folder, whole.expected, verdict, reads=reads)
     return verdict
-
-
-def timed(trial: Trial, whole: Whole, folder: Path, *, reads: bool) -> tuple[Verdict, float]:
-    begin = time.monotonic()
-    return tried(trial, whole, folder, reads=reads), time.monotonic() - begin

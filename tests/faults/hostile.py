@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from esper.files import with_digest
-from tests.faults.damage import COMMANDS, HANGS_AFTER_S, Hang, Tally, run_quietly
-from tests.faults.runs import HUNG, forked, is_raw
+from tests.faults.damage import COMMANDS, HANGS_AFTER_S, Hang, run_quietly
+from tests.faults.runs import HUNG, Tally, forked, is_raw
 
 ESCAPE = "\x1b]0;pwned\x07\x1b[2J"
 PRECIOUS = "PRECIOUS\n"

@@ -255,6 +255,25 @@ def prepare(folder: Path) -> Path:
 
 
 @dataclass
+class Tally:
+    """What came of some trials. Each that is not good is described."""
+
+    trials: int = 0
+    right: int = 0  # the content was that of the undamaged file
+    part: int = 0  # lines were dropped and counted
+    refused: int = 0
+    lost: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    hung: list[str] = field(default_factory=list)
+    raw: list[str] = field(default_factory=list)
+
+    def __iadd__(self, other: Tally) -> Tally:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+        return self
+
+
+@dataclass
 class Verdict:
     """What went wrong in one trial; empty lists if nothing did."""
 

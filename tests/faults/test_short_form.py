@@ -15,7 +15,7 @@ from tests.processes import Process
 def short_form() -> int:
     from tests.faults.__main__ import run
 
-    return run(short=True, only=["deaths"], jobs=1)
+    return run(short=True, only=["deaths", "damage", "hostile"], jobs=1)
 
 
 @pytest.mark.slow
