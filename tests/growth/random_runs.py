@@ -298,7 +298,7 @@ def disagreements(played: Played) -> list[str]:
     held = {seed.number: (seed.slot, seed.blueprint, seed.stage.name) for seed in ledger.seeds if seed.is_present}
     compare("the model", played.planted, held)
     kept = [seed for seed in ledger.seeds if seed.outcome == "kept"]
-    compare("the baked model", played.added_parameters, sum(seed.parameters for seed in kept))
+    compare("the baked model", played.added_parameters, played.grown.added.parameters)
     # The ledger that is folded from the log equals the one of the training in every field.
     story = read_story(played.folder)
     compare("the log", msgspec.json.encode(story.ledger), msgspec.json.encode(ledger))

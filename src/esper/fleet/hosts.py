@@ -55,11 +55,12 @@ class RowBackend(SlotBackend):
     `open_slot` returns the storage of a slot.
     """
 
+    wide: tuple[WidePlan, ...] = ()
+
     def __init__(self, place: Place, open_slot: OpenSlot, row: int, beside: dict[str, RowBackend]) -> None:
         super().__init__(place)
         self.row, self._beside, self._open_slot = row, beside, open_slot
         beside[place.name] = self
-        self.wide: tuple[WidePlan, ...] = ()  # parts of a width seed; none in a seed of another kind
         self.order = 0  # of a width seed: its units come behind those of the seeds with a smaller number
         self.norms: list[float] = []  # gradient norms of the seed since the last decision; the fleet writes them
         self.skipped = 0  # steps among these that the seed did not take only because its host did not

@@ -425,7 +425,7 @@ class Grower:
     def card(self) -> Card:
         """Return the training so far for notebooks and for the model card of the baked model: figures, and all seeds."""
         losses, seeds, host = self.history.val_losses, self.ledger.seeds, self.slotted.discovery.host.parameters
-        added = sum(seed.parameters for seed in seeds if seed.is_present)
+        added = self.lifecycles.added().parameters
         which, last = ("last", losses[-1:]) if self._restored is None else ("best", [self._restored.val_loss])
         loss = [f"{figure(losses[0], 3)} → {figure(one, 3)}" for one in last]
         figures = [

@@ -51,8 +51,8 @@ from esper.growth.grower import Grower
 from esper.growth.host.isolation import evaluated, isolated
 from esper.growth.host.slotted import add_slots
 from esper.growth.lifecycle.governor import Diverged, LossRange
-from esper.growth.lifecycle.stages import Controller, Stage, counted
-from esper.growth.measure.contribution import REMEDY, Evaluate, Losses, losses_of, total
+from esper.growth.lifecycle.stages import Controller, counted
+from esper.growth.measure.contribution import REMEDY, Evaluate, Losses, losses_of
 from esper.growth.measure.readout import ReadoutSamples
 from esper.growth.metrics import Metric, MetricSums, check_functions
 from esper.growth.run import Grown, GrowthRun, Status, finished
@@ -506,9 +506,7 @@ class Training:
             train_losses=tuple(grower.history.train_losses),
             val_losses=tuple(grower.history.val_losses),
             host=grower.slotted.discovery.host,
-            added=total(
-                lifecycles.cost(name) for name, backend in lifecycles.slots.items() if backend.stage is Stage.FOSSILIZED
-            ),  # the cost of the seeds that bake() keeps
+            added=lifecycles.added(),  # only kept seeds are left
             gflops=grower.history.flops / 1e9,
             rollbacks=grower.rollbacks,
             ledger=grower.ledger,

@@ -17,9 +17,10 @@ from esper.growth import add_slots
 from esper.growth.host.layout import Place, Units
 from esper.growth.host.slots import WidePatch
 from esper.growth.host.units import chains, find_units
+from esper.growth.lifecycle.stages import Cost
 from esper.growth.seeds import folding, width
 from esper.growth.seeds.folding import fold
-from esper.growth.seeds.width import WidthSeed, kept_units, plan_of
+from esper.growth.seeds.width import WidthSeed, cost_between, kept_units, plan_of
 from tests.growth.host.test_units import Attention, Gated, InvertedResidual, Residual, Two
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -416,9 +417,13 @@ def test_two_seeds_that_grew_apart_fold_into_one_layer_with_zero_blocks_between_
         seed.connect(first.patches, False)
     for patch in first.patches.values():
         patch.detach()
+    sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in (host, first.seed, second)]
     fold(first.modules, [first.seed, second])
     assert error(host(inputs), before) < 1e-12
     assert not host[4].weight[6:, 4:].any()
+    # The zero blocks are weights of the folded model, and count.
+    between = cost_between([(first.seed.spec.wide, units[:1]), (second.spec.wide, units[1:2])])
+    assert between.parameters == sum(parameter.numel() for parameter in host.parameters()) - sum(sizes) == 3 * 2 * 9
 
 
 def test_two_seeds_of_the_same_units_are_computed_as_one_layer_if_the_second_reads_the_first() -> None:
@@ -427,6 +432,7 @@ def test_two_seeds_of_the_same_units_are_computed_as_one_layer_if_the_second_rea
     second = planted_beside(first, chain, kept_units([(first.seed.spec.wide, True)]))
     with_random_weights(first.seed, second)
     assert any(plan.seen_inputs and plan.seen_outputs for plan in second.spec.wide)
+    assert cost_between([(seed.spec.wide, chain) for seed in (first.seed, second)]) == Cost(0, 0)
     assert_equal_as_one_layer(host, first.seed, second)
 
 

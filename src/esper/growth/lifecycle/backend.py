@@ -25,7 +25,7 @@ from esper.growth.lifecycle.ledger import Ledger, SeedRecord
 from esper.growth.lifecycle.stages import Stage
 from esper.growth.seeds.blueprints import check_branch, get_blueprint, is_built_in
 from esper.growth.seeds.learner import MakeOptimizer, SeedLearner, routes_of
-from esper.growth.seeds.seed import Blending
+from esper.growth.seeds.seed import Blending, WidePlan
 from esper.growth.seeds.width import IN_SHADOW
 
 
@@ -106,6 +106,11 @@ class SlotBackend(ABC):
     def place_now(self) -> Place:
         """Return the place as it is now: with the units that width seeds have added to the host, if they are kept."""
         return self.place
+
+    @property
+    @abstractmethod
+    def wide(self) -> tuple[WidePlan, ...]:
+        """The parts of the seed if it is a width seed; () if not."""
 
     def advance_alpha(self, curve: str) -> None:
         """Move alpha by one training step along its ramp, if there is one that has not reached its end."""
@@ -226,6 +231,10 @@ class ModuleBackend(SlotBackend):
     def keep(self) -> None:
         self.slot.is_kept = True
         self._slotted.join_kept()
+
+    @property
+    def wide(self) -> tuple[WidePlan, ...]:
+        return () if self.slot.seed is None else self.slot.seed.spec.wide
 
     def place_now(self) -> Place:
         return self._slotted.place(self.place.name)

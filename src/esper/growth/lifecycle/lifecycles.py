@@ -28,6 +28,7 @@ from esper.growth.measure.contribution import Allowance, allowance, confidence_o
 from esper.growth.measure.probe import Promises, capped
 from esper.growth.seeds.blueprints import REGISTRY, Blueprint, cost_of, get_blueprint, options_for
 from esper.growth.seeds.seed import GATE_WIDTH
+from esper.growth.seeds.width import cost_between
 from esper.intervals import Interval
 from esper.rng import Streams
 from esper.runs import Event
@@ -340,10 +341,12 @@ class Lifecycles(Generic[AnyBackend]):
         return event
 
     def note_baked(self) -> None:
-        """After the model was baked: mark the seeds that still lived as pruned, because they are not in it."""
-        for seed in self.ledger.seeds:
-            if seed.outcome == "living":
-                self._tell_stage(seed.slot, seed.number, seed.blueprint, Stage.PRUNED, "not fossilized when the model was baked")
+        """After the model was baked, which has removed the seeds that still lived: mark them as pruned."""
+        for name in self.living():
+            slot, seed = self.slots[name], self.slots[name].seed
+            assert seed is not None
+            self._tell_stage(name, seed.number, seed.blueprint, Stage.PRUNED, "not fossilized when the model was baked")
+            slot.record = SlotRecord()
 
     def _changes(self, *, gone: Collection[int] = (), protected: Collection[int | None] = ()) -> tuple[list[int], list[SeedBack]]:
         """After an earlier state was restored: return the seeds that are gone, and those in another stage than the ledger says.
@@ -485,8 +488,9 @@ class Lifecycles(Generic[AnyBackend]):
         return NOTHING if seed is None else Cost(seed.parameters, seed.flops)
 
     def added(self) -> Cost:
-        """Return the cost of all seeds, including those not connected yet."""
-        return total(self.cost(name) for name in self.slots)
+        """Return the cost of all seeds, including those not connected yet, and of the weights between units of kept ones."""
+        kept = [(slot.wide, slot.place.chain) for slot in self.slots.values() if slot.stage is Stage.FOSSILIZED and slot.wide]
+        return total([*(self.cost(name) for name in self.slots), cost_between(kept)])
 
     def connected(self) -> Cost:
         """Return the cost of the seeds that take part in the host's forward pass."""

@@ -45,6 +45,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from esper.growth.host.layout import Place, Through, Units
 from esper.growth.host.slots import WidePatch
 from esper.growth.host.units import LAYERS, Layer, axis_of, has_weight_norm, layer_of, part_of, tensors_of
+from esper.growth.lifecycle.stages import Cost
 from esper.growth.seeds.blueprints import get_blueprint, widened_by
 from esper.growth.seeds.seed import Blending, Seed, SeedSpec, WidePlan
 from esper.torch_internals import DropoutBase
@@ -112,6 +113,23 @@ def kept_units(seeds: Iterable[tuple[Sequence[WidePlan], bool]]) -> dict[str, tu
                 inputs, outputs = found.get(plan.module, (0, 0))
                 found[plan.module] = inputs + plan.inputs, outputs + plan.outputs
     return found
+
+
+def cost_between(seeds: Sequence[tuple[Sequence[WidePlan], Sequence[Units]]]) -> Cost:
+    """Return the cost of the weights between units of kept seeds that do not read each other: folding makes them, with zeros.
+
+    Each seed is given by its parts and the units that can be widened at its place.
+    """
+    sizes = {name: size for _, chain in seeds for units in chain for name, size in units.sizes}
+    made, read = dict[str, list[int]](), dict[str, int]()  # layer -> new inputs and outputs of all seeds; pairs of them that have a weight
+    for plans, _ in seeds:
+        for plan in plans:
+            inputs, outputs = made.get(plan.module, (0, 0))
+            made[plan.module] = [inputs + plan.inputs, outputs + plan.outputs]
+            pairs = plan.outputs * (plan.seen_inputs + plan.inputs) + plan.seen_outputs * plan.inputs
+            read[plan.module] = read.get(plan.module, 0) + pairs
+    parts = [sizes[name].cost(inputs * outputs - read[name], 1) for name, (inputs, outputs) in made.items() if name in sizes]
+    return Cost(*map(sum, zip((0, 0), *parts, strict=True)))
 
 
 def next_order(orders: Iterable[int]) -> int:
