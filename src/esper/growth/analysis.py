@@ -4,13 +4,14 @@
     print(esper.analyse(grown, val_loader, loss_fn=F.cross_entropy).card())
 
 A coalition is a set of seeds; its value is the validation loss with all other seeds off (alpha 0). Every batch is loaded once and evaluated
-with all coalitions, so the differences between them are paired even if the loader shuffles. The seeds may be baked, as in the result of
+with all coalitions, so the differences between them are paired even if the loader shuffles. Intervals of the loss rest on samples where
+their losses are known, as in `grow`; otherwise, and those of metrics, on batches. The seeds may be baked, as in the result of
 `grow` or `esper.load`, or in slots, kept or still living.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 
 from esper.growth.arguments import check_precision
-from esper.growth.batches import LossFunction, StepLoss, size_of
+from esper.growth.batches import LossFunction, StepLoss, ValidationLoss, samples_of, size_of, validation_loss
 from esper.growth.config import GrowthError
 from esper.growth.grower import Grower
 from esper.growth.host.averages import AveragedModel
@@ -35,7 +36,7 @@ from esper.growth.metrics import Metric, MetricSums, check_functions
 from esper.growth.run import Grown
 from esper.growth.seeds.blueprints import cost_of, get_blueprint
 from esper.growth.seeds.seed import Seed
-from esper.growth.training_loop import checked, device_of, move, step_loss_of
+from esper.growth.training_loop import device_of, move, step_loss_of
 from esper.runs.analysis import AnalysedSeed, Analysis, Estimate, Interaction, MeasureResult, write_analysis
 from esper.shapley import EXACT_UP_TO, GROUPS, Coalition, OrderPlan, plan_orders, solve
 
@@ -120,7 +121,8 @@ def analyse(
     check_precision(module, precision, device)
     autocast = nullcontext() if precision == "float32" else torch.autocast(device.type, dtype=getattr(torch, precision))
     sizes: list[int] = []
-    by_batch: list[dict[str, dict[Coalition, float]]] = []  # measure -> coalition -> value, for every batch
+    by_batch: dict[str, dict[Coalition, list[Any]]] = {name: {on: [] for on in plan.coalitions} for name in (LOSS, *functions)}
+    by_sample: list[np.ndarray[Any, Any]] | None = []  # losses [coalitions, B] of the samples of every batch; None: they are not known
     described = [one.described() for one in found.values()]
     number_of = length_hint(val_loader) or None
     total = None if number_of is None else min(number_of, max_batches or number_of) * len(plan.coalitions)
@@ -129,27 +131,32 @@ def analyse(
         for raw in islice(val_loader, max_batches):
             batch = move(raw, device)
             sizes.append(size_of(batch))
-            values: dict[str, dict[Coalition, Any]] = {name: {} for name in (LOSS, *functions)}
+            losses: list[ValidationLoss] = []  # of all coalitions
             for on in plan.coalitions:
                 sums = MetricSums(module, functions, of_pairs=step_loss is None)
                 with ExitStack() as off:
                     for name in found.keys() - on:
                         off.enter_context(found[name].off())
                     off.enter_context(sums.recording())
-                    values[LOSS][on] = checked(loss(module, batch), size_of(batch)).detach().double().mean()
-                    sums.note(batch, size_of(batch), where=f"batch {len(sizes)} of the validation loader")
+                    losses.append(validation_loss(loss, module, batch, by_sample=by_sample is not None))
+                    sums.note(batch, sizes[-1], where=f"batch {len(sizes)} of the validation loader")
                 for name, value in sums.means().items():
-                    values[name][on] = value
-                on_progress((len(sizes) - 1) * len(plan.coalitions) + len(values[LOSS]), total)
+                    by_batch[name][on].append(value)
+                on_progress((len(sizes) - 1) * len(plan.coalitions) + len(losses), total)
             # Read the losses of all coalitions from the device at once.
-            losses = torch.stack(list(values[LOSS].values())).tolist()
-            values[LOSS] = dict(zip(plan.coalitions, losses, strict=True))
-            by_batch.append(values)
+            for on, value in zip(plan.coalitions, torch.stack([one.loss.reshape(()).double() for one in losses]).tolist(), strict=True):
+                by_batch[LOSS][on].append(value)
+            rows = None if by_sample is None else samples_of(losses)
+            by_sample = None if by_sample is None or rows is None else [*by_sample, torch.stack(rows).double().cpu().numpy()]
     if not sizes:
         raise GrowthError("the validation loader yields nothing; it needs at least one batch")
+    measures = [_solved(name, plan, {on: np.array(values) for on, values in of.items()}, sizes, "batches") for name, of in by_batch.items()]
+    if by_sample is not None:
+        of_samples = dict(zip(plan.coalitions, np.concatenate(by_sample, axis=1), strict=True))
+        measures[0] = _solved(LOSS, plan, of_samples, [1] * sum(sizes), "samples")
     result = Analysis(
         seeds=described,
-        measures=[_solved(name, plan, by_batch, sizes) for name in (LOSS, *functions)],
+        measures=measures,
         batches=len(sizes),
         samples=sum(sizes),
         coalitions=len(plan.coalitions),
@@ -183,12 +190,18 @@ def _module_of(model: object) -> nn.Module:
     return module
 
 
-def _solved(name: str, plan: OrderPlan, by_batch: list[dict[str, dict[Coalition, float]]], sizes: list[int]) -> MeasureResult:
-    """Return the Shapley values and interactions by the loss or by one metric."""
+def _solved(
+    name: str,
+    plan: OrderPlan,
+    measured: Mapping[Coalition, np.ndarray[Any, Any]],
+    weights: Sequence[int],
+    unit: Literal["samples", "batches"],
+) -> MeasureResult:
+    """Return the Shapley values and interactions by the loss or by one metric, from its values [units] with every coalition."""
     sign = -1.0 if name == LOSS else 1.0
-    values = {on: sign * np.array([values[name][on] for values in by_batch]) for on in plan.coalitions}  # [batches]
-    solution = solve(plan, values, sizes)
-    without, with_all = (sign * float(np.average(values[on], weights=sizes)) for on in (frozenset[str](), frozenset(plan.players)))
+    values = {on: sign * measured[on] for on in plan.coalitions}
+    solution = solve(plan, values, weights)
+    without, with_all = (sign * float(np.average(values[on], weights=weights)) for on in (frozenset[str](), frozenset(plan.players)))
     return MeasureResult(
         name=name,
         is_better_low=name == LOSS,
@@ -198,4 +211,5 @@ def _solved(name: str, plan: OrderPlan, by_batch: list[dict[str, dict[Coalition,
         removal={seed: Estimate.of(value) for seed, value in solution.removal.items()},
         alone={seed: Estimate.of(value) for seed, value in solution.alone.items()},
         pairs=[Interaction(one, other, Estimate.of(value)) for (one, other), value in solution.pairs.items()],
+        unit=unit,
     )

@@ -1,7 +1,8 @@
 """Look at the data of `grow`: check the loaders, explain errors in data, model or loss, and find what the model is called with.
 
 `PairLoss` makes the loss of a batch from a loss function, and the losses of its samples where the function can be applied to them one by
-one. `ConstantPredictor` computes the loss of a model that gives all samples the same output, with which losses are compared.
+one; `samples_of` checks that these are the parts of the loss of the batch. `ConstantPredictor` computes the loss of a model that gives all
+samples the same output, with which losses are compared.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import contextlib
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ LossFunction = Callable[[Any, Any], Tensor]  # (outputs, targets)
 StepLoss = Callable[[nn.Module, Any], Tensor]  # (model, batch); returns one loss, or one per sample
 
 IN_MODEL, IN_LOSS = "the model cannot run the inputs", "loss_fn fails"  # how the notes begin that `step_loss_of` adds to errors
+
+ROUNDING = 1e-5  # difference between the loss of a batch and the mean over its samples that is taken for rounding
 
 _TYPES = ("dtype", "scalar type")  # torch 2.11 says "expected scalar type Long but found Int"
 
@@ -167,6 +170,51 @@ def _unreduced(loss_fn: LossFunction) -> LossFunction | None:
     except (TypeError, ValueError):  # some built-in functions have no signature
         return None
     return partial(cast(Callable[..., Tensor], loss_fn), reduction="none") if has_option else None
+
+
+class ValidationLoss(NamedTuple):
+    """The loss of one validation batch."""
+
+    loss: Tensor
+    samples: int
+    by_sample: Tensor | None  # the losses [B] of its samples; None: not asked for, or they cannot be computed
+
+
+def validation_loss(step_loss: StepLoss, model: nn.Module, batch: Any, *, by_sample: bool) -> ValidationLoss:
+    """Return the loss of a validation batch, with the losses of its samples if they are asked for and may be known."""
+    losses, samples = None, size_of(batch)
+    if by_sample and isinstance(step_loss, PairLoss):
+        loss, losses = step_loss.with_samples(model, batch)
+    else:
+        loss = step_loss(model, batch)
+    loss = checked(loss, samples).detach()
+    if loss.shape == (samples,):
+        loss, losses = loss.mean(), loss
+    return ValidationLoss(loss, samples, losses)
+
+
+def samples_of(found: Sequence[ValidationLoss]) -> list[Tensor] | None:
+    """Return the losses [B] of the samples of every batch; None unless all are known and their means are the losses of the batches."""
+    by_sample = [one.by_sample for one in found if one.by_sample is not None]
+    if not found or len(by_sample) < len(found):
+        return None
+    losses = torch.stack([one.loss.reshape(()) for one in found]).double()
+    means = torch.stack([one.double().mean() for one in by_sample])
+    is_same = (losses - means).abs() <= ROUNDING * losses.abs().clamp(min=1)
+    # Losses that are not finite say nothing, and end the measurement.
+    return by_sample if bool((is_same | ~losses.isfinite()).all()) else None
+
+
+def checked(loss: Any, samples: int = 1) -> Tensor:
+    """Return the loss of a batch, or the losses [B] of its samples. Raise a GrowthError for anything else."""
+    rule = "the loss of a batch must be one number in a tensor, and is"
+    if not isinstance(loss, Tensor):
+        raise GrowthError(f"{rule} {with_article(type(loss).__name__)}; return the tensor itself, without .item() or float()")
+    if loss.numel() != 1 and loss.shape != (samples,):
+        raise GrowthError(
+            f"{rule} a tensor of shape {list(loss.shape)}; take its mean, or return one loss for each of the {samples} samples"
+        )
+    return loss
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from operator import length_hint
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,16 @@ from esper.growth.batches import (
     LossFunction,
     PairLoss,
     StepLoss,
+    ValidationLoss,
     check_data,
     check_loader,
+    checked,
     example_of,
     explained,
     pair_of,
+    samples_of,
     size_of,
-    with_article,
+    validation_loss,
 )
 from esper.growth.config import GrowthError, TrainingConfig
 from esper.growth.events import GrowthStarted
@@ -60,16 +63,6 @@ from esper.growth.telemetry import GrowthTelemetry
 from esper.profiling import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER, TELEMETRY, Part, Profiler
 from esper.runs import Event
 from esper.text_table import did_you_mean
-
-ROUNDING = 1e-5  # difference between the loss of a batch and the mean over its samples that is taken for rounding
-
-
-class ValidationLoss(NamedTuple):
-    """The loss of one validation batch."""
-
-    loss: Tensor
-    samples: int
-    by_sample: Tensor | None  # the losses [B] of its samples; None: not asked for, or they cannot be computed
 
 
 class Training:
@@ -432,15 +425,9 @@ class Training:
 
     def _finest(self, found: Sequence[ValidationLoss]) -> list[Any]:
         """Return what `losses_of` expects: the losses of all samples if they are known and agree with those of the batches."""
-        by_sample = [one.by_sample for one in found if one.by_sample is not None]
-        if self._has_samples and len(by_sample) == len(found):
-            losses, means = (
-                torch.stack([one.loss.reshape(()) for one in found]).double(),
-                torch.stack([one.double().mean() for one in by_sample]),
-            )
-            is_same = (losses - means).abs() <= ROUNDING * losses.abs().clamp(min=1)
-            if bool((is_same | ~losses.isfinite()).all()):  # losses that are not finite say nothing, and end the measurement
-                return by_sample
+        by_sample = samples_of(found) if self._has_samples else None
+        if by_sample is not None:
+            return by_sample
         if any(one.by_sample is not None for one in found):
             self._has_samples = False  # such as of a sum over samples, or of classes with weights
         return [(one.loss, one.samples) for one in found]
@@ -471,16 +458,8 @@ class Training:
 
     def _validation_loss(self, batch: Any, *, by_sample: bool) -> ValidationLoss:
         """Return the loss of a validation batch, with the losses of its samples if they are asked for and may be known."""
-        losses, samples = None, size_of(batch)
         with self._autocast():
-            if by_sample and self._has_samples and isinstance(self.step_loss, PairLoss):
-                loss, losses = self.step_loss.with_samples(self.model, batch)
-            else:
-                loss = self.step_loss(self.model, batch)
-            loss = checked(loss, samples).detach()
-            if loss.shape == (samples,):
-                loss, losses = loss.mean(), loss
-        return ValidationLoss(loss, samples, losses)
+            return validation_loss(self.step_loss, self.model, batch, by_sample=by_sample and self._has_samples)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         precision = self.config.precision
@@ -565,18 +544,6 @@ def move(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, tuple | list):
         return type(batch)(move(value, device) for value in batch)
     return batch
-
-
-def checked(loss: Any, samples: int = 1) -> Tensor:
-    """Return the loss of a batch, or the losses [B] of its samples. Raise a GrowthError for anything else."""
-    rule = "the loss of a batch must be one number in a tensor, and is"
-    if not isinstance(loss, Tensor):
-        raise GrowthError(f"{rule} {with_article(type(loss).__name__)}; return the tensor itself, without .item() or float()")
-    if loss.numel() != 1 and loss.shape != (samples,):
-        raise GrowthError(
-            f"{rule} a tensor of shape {list(loss.shape)}; take its mean, or return one loss for each of the {samples} samples"
-        )
-    return loss
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -7,7 +7,7 @@ Blueprints. A cell is a growth run, or a task and host of a controller run. The 
 cells, because the seeds of one host are not independent. The gain of a seed is the cost of removing it as measured last.
 
 Seeds. `esper analyse` writes `analysis.json` into the folder of a growth run. It holds for the loss and each metric the Shapley value of
-every seed and the interaction of every pair, with intervals over validation batches.
+every seed and the interaction of every pair, with intervals over validation samples, or batches where the losses of samples are unknown.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -247,6 +247,7 @@ class MeasureResult(msgspec.Struct, frozen=True):
     removal: dict[str, Estimate]  # cost of removing one seed now
     alone: dict[str, Estimate]  # gain of one seed if all others are off
     pairs: list[Interaction]
+    unit: Literal["samples", "batches"] = "batches"  # the intervals rest on the differences of these
 
     @property
     def gain(self) -> float | None:
@@ -392,7 +393,8 @@ def how_measured(found: Analysis) -> str:
     """Return how an analysis was made, in words."""
     when = "" if found.epoch is None else f" after epoch {found.epoch}"
     how = f"{found.coalitions:,} sets of seeds" + (f" from {found.orders:,} sampled orders" if found.orders else ", which are all")
-    return f"Measured{when} on {found.samples:,} samples in {found.batches:,} validation batches, with {how}."
+    units = " and ".join(f"of {measure.name} on {measure.unit}" for measure in found.measures)
+    return f"Measured{when} on {found.samples:,} samples in {found.batches:,} validation batches, with {how}. Intervals {units}."
 
 
 def sections_about_seeds(run: Run) -> list[str]:

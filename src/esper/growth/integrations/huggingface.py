@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from esper.growth.batches import size_of
+from esper.growth.batches import checked, size_of
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.grower import KIND, Grower
 from esper.growth.host.isolation import isolated
@@ -36,7 +36,6 @@ from esper.growth.host.state_dict import SeedsIgnored
 from esper.growth.lifecycle.stages import Controller
 from esper.growth.metrics import Metric, MetricSums, check_functions
 from esper.growth.telemetry import check_callbacks, check_sinks
-from esper.growth.training_loop import checked
 from esper.runs import CheckpointStore, Event, Sink
 
 FOLDER = "growth"
@@ -45,8 +44,9 @@ FOLDER = "growth"
 class GrowthTrainerCallback(TrainerCallback):
     """Callback of one GrowthTrainer that grows its model during `train`. It owns a grower; `grower.ledger` lists the tried seeds.
 
-    Seeds are judged by the trainer's `eval_dataset` after every epoch, whether or not the trainer evaluates then. `example_input` is an
-    input of the model; by default the first batch of `eval_dataset`.
+    Seeds are judged by the trainer's `eval_dataset` after every epoch, whether or not the trainer evaluates then. The Trainer knows one
+    loss per batch, so intervals rest on batches: choose `per_device_eval_batch_size` for many of them. `example_input` is an input of the
+    model; by default the first batch of `eval_dataset`.
 
     `metrics` maps names to functions `fn(model, batch)` that return one number, as beside the `step_loss` of `esper.grow`; a batch is a
     dictionary, and `model(**batch)` returns the outputs that the loss was computed from. They are computed on `eval_dataset` after every

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from esper.growth.batches import StepLoss, size_of
+from esper.growth.batches import StepLoss, checked, size_of
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.grower import Grower
 from esper.growth.host.isolation import evaluated
@@ -31,7 +31,7 @@ from esper.growth.host.state_dict import SeedsIgnored
 from esper.growth.lifecycle.stages import Controller
 from esper.growth.metrics import Metric, MetricSums, check_functions
 from esper.growth.telemetry import check_callbacks, check_sinks
-from esper.growth.training_loop import checked, move
+from esper.growth.training_loop import move
 from esper.runs import Event, Sink
 
 
