@@ -23,8 +23,8 @@ from typing import Any
 
 from esper.cli.main import main
 from esper.runs import CheckpointStore, Versions
-from esper.runs.folder import CHECKPOINTS, CONFIG, GROW
-from esper.runs.tensors import split
+from esper.runs.folder import CONFIG, GROW
+from esper.runs.tensors import read_tensors, split
 from tests.commands import _timeless, events_of
 from tests.faults.disk import Disk
 
@@ -222,7 +222,7 @@ def digest(trainer: Trainer, folder: Path) -> dict[str, str]:
     def of(value: Any) -> str:
         return hashlib.sha256(value if isinstance(value, bytes) else repr(value).encode()).hexdigest()[:16]
 
-    store = CheckpointStore(folder / CHECKPOINTS, kind=_versions(trainer))
+    store = CheckpointStore.of_run(folder, kind=_versions(trainer))
     latest = store.load("latest")
     plain, tensors = split(_timeless(latest.state[trainer.part]))
     found = {
@@ -233,7 +233,12 @@ def digest(trainer: Trainer, folder: Path) -> dict[str, str]:
         "best": str(store.load("best").step),
     }
     files = [*folder.glob("model.safetensors"), *folder.glob("league/members/*")]
-    return found | {str(path.relative_to(folder)): of(path.read_bytes()) for path in sorted(files)}
+    # The metadata name the run and with it the time of its start, so only the tensors are equal.
+    contents = {path: sorted(read_tensors(path)[0].items()) for path in sorted(files)}
+    return found | {
+        str(path.relative_to(folder)): of([(name, tensor.numpy().tobytes()) for name, tensor in tensors])
+        for path, tensors in contents.items()
+    }
 
 
 def _versions(trainer: Trainer) -> Versions:

@@ -14,11 +14,12 @@ import msgspec
 import pytest
 import torch
 
+import esper
 from esper.controller.learned import load_controller
 from esper.controller.training import CONTROLLER, GROWTH, train_controller
 from esper.growth import GrowthError
 from esper.growth.run import KIND, open_run
-from esper.league.league import League
+from esper.league.league import League, LeagueError
 from esper.league.store import FOLDER, LeagueStore
 from esper.league.training import ARENA, train_arena
 from esper.parallel import ALONE
@@ -27,7 +28,7 @@ from esper.rl.checkpoints import open_store
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.run_config import TrainConfig
 from esper.rl.training import Trainer, train_run
-from esper.runs import Checkpoint, CheckpointRefused, CheckpointStore, EventLog, read
+from esper.runs import Checkpoint, CheckpointError, CheckpointRefused, CheckpointStore, EventLog, read
 from esper.runs.folder import CHECKPOINTS, EVENTS
 from tests.commands import assert_same_state
 from tests.faults import Crash, crash_at
@@ -228,3 +229,71 @@ def test_a_growing_run_skips_a_damaged_checkpoint_and_reports_it(tmp_path: Path)
     again = CheckpointStore(tmp_path / "run" / CHECKPOINTS, kind=KIND).load()
     assert again.step == whole.step
     assert_same_state(again.state["grower"]["recovery"]["now"]["parameters"], whole.state["grower"]["recovery"]["now"]["parameters"])
+
+
+# Files of another run
+
+
+def refused_in(folder: Path) -> list[CheckpointRefused]:
+    return [record.event for record in read(folder / EVENTS) if isinstance(record.event, CheckpointRefused)]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_copied_from_another_run_is_passed_over_and_stays(tmp_path: Path) -> None:
+    longer = msgspec.structs.replace(PPO_CONFIG, total_steps=4 * 8, ppo=msgspec.structs.replace(PPO_CONFIG.ppo, seed=7))
+    train_run(PPO_CONFIG, tmp_path / "own")
+    train_run(longer, tmp_path / "other")
+    own, foreign = open_store(tmp_path / "own").load(), open_store(tmp_path / "other").load()
+    shutil.copytree(tmp_path / "own", tmp_path / "moved")  # a copy of a whole run is that run
+    for name in (foreign.path.name, "latest", "best"):
+        copy = shutil.copytree if (foreign.path.parent / name).is_dir() else shutil.copy
+        copy(foreign.path.parent / name, tmp_path / "moved" / CHECKPOINTS / name)
+    found = open_store(tmp_path / "moved").load()
+    assert found.path.name == own.path.name
+    assert_same_state(found.state, own.state)
+    assert open_store(tmp_path / "moved").load("best").path.name == own.path.name
+    with pytest.raises(CheckpointError, match=r"belongs to another run, other begun .*, and not to own begun "):
+        open_store(tmp_path / "moved").load(tmp_path / "moved" / CHECKPOINTS / foreign.path.name)
+    train_run(msgspec.structs.replace(PPO_CONFIG, total_steps=3 * 8), tmp_path / "moved", resume=True)
+    (refused,) = refused_in(tmp_path / "moved")
+    assert (refused.checkpoint, "is not used" in refused.reason) == (foreign.path.name, True)
+    assert_same_state(open_store(tmp_path / "moved").load().state["ppo"]["counters"]["step"], 3 * 8)
+    kept = [path.name for path in open_store(tmp_path / "moved").list()]
+    assert foreign.path.name in kept, "it may be the only copy"
+    shutil.rmtree(own.path)
+    shutil.copytree(foreign.path, tmp_path / "own" / CHECKPOINTS / foreign.path.name)
+    with pytest.raises(CheckpointError, match=r"can be loaded: .* belongs to another run, other begun "):
+        train_run(None, tmp_path / "own", resume=True)
+
+
+@pytest.mark.slow
+def test_a_growing_run_passes_over_a_checkpoint_of_another_and_writes_its_own_model_again(tmp_path: Path) -> None:
+    from tests.growth.test_resume import make_host, start
+
+    for name, epochs in (("own", 1), ("other", 3)):
+        start(tmp_path / name, epochs=epochs)
+    own = (tmp_path / "own" / "model.safetensors").read_bytes()
+    foreign = CheckpointStore.of_run(tmp_path / "other", kind=KIND).load().path
+    shutil.copytree(foreign, tmp_path / "own" / CHECKPOINTS / foreign.name)
+    shutil.copy(foreign.parent / "latest", tmp_path / "own" / CHECKPOINTS / "latest")
+    shutil.copy(tmp_path / "other" / "model.safetensors", tmp_path / "own" / "model.safetensors")
+    with pytest.raises(GrowthError, match=r"model.safetensors belongs to another run, other begun .*, and not to own begun .*resume"):
+        esper.load(tmp_path / "own", model=make_host())
+    start(tmp_path / "own", epochs=1, resume=True)
+    assert [event.checkpoint for event in refused_in(tmp_path / "own")] == [foreign.name, "model.safetensors"]
+    assert (tmp_path / "own" / "model.safetensors").read_bytes() == own
+    esper.load(tmp_path / "own", model=make_host())
+
+
+@pytest.mark.slow
+def test_a_league_copied_from_another_run_is_refused(tmp_path: Path) -> None:
+    from tests.league.test_training import config_for
+
+    config = config_for(1, eval_battles=0)
+    own, other = (train_arena(config, tmp_path / name).folder for name in ("own", "other"))
+    shutil.rmtree(own / FOLDER)
+    shutil.copytree(other / FOLDER, own / FOLDER)
+    with pytest.raises(LeagueError, match=r"belongs to another run, other begun .*resume the run, which writes it again"):
+        LeagueStore(own / FOLDER).load()
+    train_arena(None, own, resume=True)
+    LeagueStore(own / FOLDER).load()

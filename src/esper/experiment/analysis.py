@@ -28,7 +28,7 @@ from esper.growth.run import KIND, MODEL
 from esper.runs import CheckpointStore
 from esper.runs.analysis import Analysis, write_analysis
 from esper.runs.catalog import open_run
-from esper.runs.folder import CHECKPOINTS, GROW, RunError, check_holds_a_run
+from esper.runs.folder import GROW, RunError, check_holds_a_run
 from esper.shapley import EXACT_UP_TO, GROUPS, plan_orders
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -65,9 +65,9 @@ def opened_seeds(folder: Path | str, *, device: Device | None = None) -> Iterato
         work = make_work(config, find_device(device or config.device))
         if (place / MODEL).is_file():
             check_in_run(place / MODEL)
-            yield RunSeeds(load_grown(place / MODEL, model=work.model), work, open_run(place).step())
+            yield RunSeeds(load_grown(place, model=work.model), work, open_run(place).step())
             return
-        store = CheckpointStore(place / CHECKPOINTS, kind=KIND)
+        store = CheckpointStore.of_run(place, kind=KIND)
         if not store.has_any():
             raise RunError(f"the run in {place} has neither a {MODEL} nor a checkpoint yet; try again after its first epoch")
         training = work.training(config)

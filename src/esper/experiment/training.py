@@ -38,7 +38,7 @@ from esper.files import MAX_FILE_BYTES, FileError, check_in_run, read_file, read
 from esper.growth.batches import example_of
 from esper.growth.config import GrowthError
 from esper.growth.events import FinalTest, TwinCompared
-from esper.growth.host.saving import load as load_grown
+from esper.growth.host.saving import load as load_grown, save_in_run, why_foreign_model
 from esper.growth.host.slotted import add_slots
 from esper.growth.lifecycle.stages import Controller
 from esper.growth.report.html import REPORT, write_report
@@ -198,7 +198,7 @@ def _train_in(
         compared = None if twin_of is None else _compared(work, twin_of, twin=grown.model)  # the model trained here is the twin
         if compared is not None:
             run.emit(compared)
-        grown.save(folder / MODEL)
+        save_in_run(grown.model, folder)
         return shares
 
 
@@ -244,11 +244,12 @@ def _compared(work: Work, grown: Path, *, twin: nn.Module) -> TwinCompared | Non
 
 
 def _is_complete(folder: Path, config: GrowTaskConfig) -> bool:
-    """Return whether the run in the folder has finished all epochs of the config."""
+    """Return whether the run in the folder has finished all epochs of the config and has written its model."""
     if not (folder / MODEL).exists() or not (folder / EVENTS).exists():
         return False
     story = read_story(folder)
-    return story.is_over and story.started is not None and story.started.epochs == config.epochs
+    is_over = story.is_over and story.started is not None and story.started.epochs == config.epochs
+    return is_over and why_foreign_model(folder) is None
 
 
 def _all_complete(folder: Path, config: GrowTaskConfig) -> bool:

@@ -28,7 +28,7 @@ from esper.files import remove, write_in_run
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.events import GrowthFinished, LoaderRestarted
 from esper.growth.grower import KIND as KIND, STEPS_PER_EPOCH, Grower
-from esper.growth.host.saving import save as save_model
+from esper.growth.host.saving import MODEL as MODEL, save as save_model, why_foreign_model
 from esper.growth.lifecycle.governor import Diverged
 from esper.growth.lifecycle.ledger import LEDGER_HEADING, Ledger, ledger_rows
 from esper.growth.lifecycle.stages import Cost
@@ -37,10 +37,9 @@ from esper.growth.report.summary import result_in_words
 from esper.profiling import TRACE
 from esper.runs import SINK_FOLDERS, Checkpoint, CheckpointRefused, CheckpointStore, Event, EventLog, Sink
 from esper.runs.cards import write_model_card
-from esper.runs.folder import CHECKPOINTS, CONFIG, EVENTS, check_holds_a_run, locked, new_folder
+from esper.runs.folder import CONFIG, EVENTS, check_holds_a_run, locked, new_folder
 from esper.text_table import duration, figure
 
-MODEL = "model.safetensors"  # in the folder of a run
 Status = Literal["finished", "stopped early", "stopped"]
 
 
@@ -150,7 +149,7 @@ class GrowthRun:
         self.folder, self._model = folder, folder / MODEL
         self.is_resumed = checkpoint is not None
         self._log, self._checkpoint, self.should_stop = log, checkpoint, should_stop
-        self._store = CheckpointStore(folder / CHECKPOINTS, kind=KIND, keep=keep)
+        self._store = CheckpointStore.of_run(folder, kind=KIND, keep=keep)
         self._best = float("inf")
         self.epochs_saved = 0  # by this process
 
@@ -185,6 +184,8 @@ class GrowthRun:
         _set_random_streams(state["random"])
         self._best = state["best"]
         self._checkpoint = None  # free the memory of a second copy of everything
+        if foreign := why_foreign_model(self.folder):
+            self.emit(CheckpointRefused(checkpoint=MODEL, reason=f"{self._model} {foreign}; this run writes its own in its place"))
         remove(self._model)  # the result of an earlier stop, which is out of date when the training continues
         before: float = state["val_loss_before"]
         return before
@@ -232,7 +233,7 @@ def open_run(
         check_holds_a_run(place, "growth")
         _check_same(load_saved(type(config), place / CONFIG), config, place)
         with locked(place):
-            store = CheckpointStore(place / CHECKPOINTS, kind=KIND)
+            store = CheckpointStore.of_run(place, kind=KIND)
             latest = store.load if store.has_any() else lambda: None  # a function: a variable here would keep the checkpoint in memory
             with _opened(place, config, files or {}, latest(), sinks, should_stop) as resumed:
                 yield resumed

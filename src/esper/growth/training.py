@@ -25,7 +25,7 @@ from esper.growth.arguments import MakeHostOptimizer, MakeScheduler
 from esper.growth.batches import LossFunction, StepLoss, with_article
 from esper.growth.config import GrowthConfig, GrowthError, TrainingConfig
 from esper.growth.controllers.baselines import with_settings
-from esper.growth.host.saving import save
+from esper.growth.host.saving import save_in_run
 from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.governor import Diverged
 from esper.growth.lifecycle.stages import Controller
@@ -241,7 +241,7 @@ def _write_result(run: GrowthRun, model: object, *, otherwise: str) -> None:
     """
     try:
         if isinstance(model, nn.Module):
-            save(model, run.folder / MODEL, card=False)  # the card of a run says more
+            save_in_run(model, run.folder)
         run.flush()  # the report is made from the events in the folder
         write_report(run.folder)
         write_card(run.folder)

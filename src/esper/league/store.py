@@ -35,6 +35,7 @@ from esper.files import (
 from esper.league.league import League, LeagueError, Weights
 from esper.league.player_file import HEADER as PLAYER_HEADER
 from esper.runs.checkpoints import FileDigest, digest, format_of, to_json, without_checked_digest
+from esper.runs.events import name_of_run, why_foreign
 from esper.runs.tensors import decode_tensors, encode_tensors, read_tensors
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class LeagueFile(msgspec.Struct, frozen=True):
     esper: str  # version of esper that wrote it
     league: dict[str, object]
     weights: dict[str, WeightsFile]
+    run: str | None = None  # name of the run that wrote it; see `name_of_run`
 
 
 class LeagueStore:
@@ -74,7 +76,8 @@ class LeagueStore:
         check_in_run(self.members, run=self.folder.parent)
         make_folder(self.members)
         files = {name: self._save_weights(name, weights) for name, weights in league.weights.items()}
-        content = LeagueFile(format=FORMAT, esper=esper.__version__, league=league.to_state(), weights=files)
+        run = name_of_run(self.folder.parent)
+        content = LeagueFile(format=FORMAT, esper=esper.__version__, league=league.to_state(), weights=files, run=run)
         write_in_run(self.folder / LEAGUE, to_json(with_digest(msgspec.to_builtins(content)), indent=1), run=self.folder.parent)
         self._remove_all_but({entry.file for entry in files.values()})
 
@@ -164,6 +167,8 @@ def _decoded(content: bytes, path: Path, members: Path | None) -> League:
         ) from error
     if file is None:
         raise LeagueError(f"{path} was written by a newer esper: its format is {found}, this one reads up to {FORMAT}; update esper")
+    if foreign := why_foreign(file.run, path.parent.parent):
+        raise LeagueError(f"{path} {foreign}; restore it, or resume the run, which writes it again")
     try:
         weights = None if members is None else {name: _member_weights(members, name, entry) for name, entry in file.weights.items()}
         return League.from_state(file.league, weights)

@@ -13,7 +13,6 @@ import msgspec
 from esper.files import FileError, reason_of
 from esper.rl.config import PPOConfig
 from esper.runs import Checkpoint, CheckpointError, CheckpointStore, Tree, read_state_file, write_state
-from esper.runs.folder import CHECKPOINTS
 from esper.runs.versions import Versions
 
 LEARNER = Versions("ppo")  # of checkpoints of all learners, with their environments, and of the files that `PPO.save` writes
@@ -24,7 +23,7 @@ _MANIFEST = "manifest.json"  # file in the folder of a checkpoint, but not in th
 
 def open_store(run: Path | str, *, keep: int = 3) -> CheckpointStore:
     """Return the checkpoints of the run in a folder, without reading or changing anything."""
-    return CheckpointStore(Path(run) / CHECKPOINTS, kind=LEARNER, keep=keep)
+    return CheckpointStore.of_run(run, kind=LEARNER, keep=keep)
 
 
 def read_policy(source: Path | str, which: Literal["best", "latest"] = "best") -> Tree:

@@ -8,7 +8,8 @@
 
 A folder gets its final name only when its content is on disk, and a pointer (`latest`, `best`) only ever names such a folder. So there is
 always a complete checkpoint that `latest` points to. One process saves; others may load at the same time. Damaged checkpoints and pointers
-are skipped; the order of saves and the best checkpoint are then read from the manifests.
+are skipped; the order of saves and the best checkpoint are then read from the manifests. So are checkpoints that were copied from another
+run: a manifest names the run that wrote it.
 
 The file has three parts: one checkpoint folder (`write_folder`, `read_manifest`, `read_state`), weights that load into a module whether it
 is compiled, wrapped for data parallelism, or neither (`plain_names`, `load_module`), and the store of all checkpoints (`CheckpointStore`).
@@ -22,7 +23,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import msgspec
 from torch import Tensor, nn
@@ -43,6 +44,8 @@ from esper.files import (
     without_digest,
     write_in_run,
 )
+from esper.runs.events import name_of_run, why_foreign
+from esper.runs.folder import CHECKPOINTS
 from esper.runs.tensors import Tree, join, split
 from esper.runs.versions import VersionError, Versions
 from esper.torch_internals import COMPILED_MODULE
@@ -79,6 +82,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     esper: str  # version of esper that wrote it
     note: Any  # note of the caller, a tree without tensors; saved as `split` encodes it
     is_best: bool = False  # whether it was the best checkpoint when it was saved
+    run: str | None = None  # name of the run that wrote it; see `name_of_run`
     files: dict[str, FileDigest] = {}
 
 
@@ -279,6 +283,14 @@ class CheckpointStore:
         self.root = Path(root)
         self.versions = Versions(kind) if isinstance(kind, str) else kind
         self.keep = keep
+        self.run: Path | None = None  # folder of the run whose checkpoints these are; None outside of a run
+
+    @classmethod
+    def of_run(cls, folder: Path | str, *, kind: Versions | str, keep: int = 3) -> Self:
+        """Return the checkpoints of the run in a folder. Those of other runs are skipped; only one of the same step takes their place."""
+        store = cls(Path(folder) / CHECKPOINTS, kind=kind, keep=keep)
+        store.run = Path(folder)
+        return store
 
     def save(self, step: int, state: Tree, *, is_best: bool = False, note: dict[str, Any] | None = None) -> Path:
         """Write a checkpoint, make it the latest one (with `is_best`, also the best), and remove all but the last `keep` and the best.
@@ -302,6 +314,7 @@ class CheckpointStore:
             esper=esper.__version__,
             note=note,
             is_best=is_best,
+            run=None if self.run is None else name_of_run(self.run),
         )
         # Write under a temporary name, then rename. An older checkpoint of this step is renamed first, and removed after the pointers have
         # moved.
@@ -369,6 +382,9 @@ class CheckpointStore:
         manifest = read_manifest(folder)
         if manifest.kind != self.versions.kind:
             raise CheckpointError(f"{folder} is of another kind: it holds the state of {manifest.kind!r}, not of {self.versions.kind!r}")
+        foreign = self._why_foreign(manifest)
+        if foreign is not None:
+            raise CheckpointError(f"{folder} {foreign}; it is not used")
         try:
             self.versions.check(manifest.schema, writer=manifest.esper)  # before the state is read, which may be large
             state = self.versions.migrated(read_state(folder, manifest), manifest.schema)
@@ -393,9 +409,20 @@ class CheckpointStore:
             raise CheckpointError(str(error)) from error
 
     def _best(self) -> Path | None:
-        """Return the best checkpoint; if the pointer is missing or damaged, the last one that was saved as the best."""
+        """Return the best checkpoint; if the pointer is missing, damaged or of another run, the last one that was saved as the best."""
         pointed = self._pointed("best")
-        return pointed or next((folder for folder in reversed(self.list()) if _was_best(folder)), None)
+        if pointed is not None and not self._is_foreign(pointed):
+            return pointed
+        return next((folder for folder in reversed(self.list()) if _was_best(folder) and not self._is_foreign(folder)), None)
+
+    def _why_foreign(self, manifest: Manifest) -> str | None:
+        return None if self.run is None else why_foreign(manifest.run, self.run)
+
+    def _is_foreign(self, folder: Path) -> bool:
+        try:
+            return self._why_foreign(read_manifest(folder)) is not None
+        except CheckpointError:
+            return False  # it cannot be loaded in any run
 
     def _pointed(self, pointer: Pointer) -> Path | None:
         """Return the folder that a pointer names, which may not exist; None if the pointer is missing or damaged."""
@@ -424,7 +451,7 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         best = self._best()
-        for folder in self.list()[: -self.keep]:
+        for folder in [folder for folder in self.list() if not self._is_foreign(folder)][: -self.keep]:
             if folder != best:
                 self._discard(folder)
 

@@ -12,13 +12,15 @@ import importlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, dataclass_transform
 
 import msgspec
 
 from esper.files import FileError, open_in_run, printable
-from esper.runs.foreign import clean_line
+from esper.runs.folder import EVENTS
+from esper.runs.foreign import clean, clean_line
 
 SCHEMA = 1  # version of the lines; files with a higher one are refused
 MAX_LINE_BYTES = 64 * 1024
@@ -263,6 +265,27 @@ def check_header(line: bytes, source: object) -> EventRecord:
         return decode(line, stamp, Header)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise EventError(f"the header of {source} cannot be read: {error}") from error
+
+
+def name_of_run(folder: Path) -> str | None:
+    """Return the name by which checkpoints, models and leagues tell the run in a folder from all others; None if it has no log.
+
+    It is the name that the folder had at first and the time of the header, so it stays when the folder is copied, moved or resumed.
+    """
+    try:
+        with open_in_run(folder / EVENTS) as file:
+            header = check_header(file.readline(MAX_LINE_BYTES), file.name)
+    except (OSError, FileError, EventError):
+        return None
+    return f"{clean(header.run)} begun {datetime.fromtimestamp(header.time, UTC):%Y-%m-%d %H:%M:%S.%f}"
+
+
+def why_foreign(written_by: str | None, folder: Path) -> str | None:
+    """Return why a file in the folder of a run, which names the run that wrote it, is not one of its own; None if it is."""
+    own = name_of_run(folder)
+    if own is None or written_by == own:
+        return None
+    return f"belongs to another run, {clean(written_by) if written_by else 'which it does not name'}, and not to {own}"
 
 
 def scalars(event: Event) -> dict[str, float]:

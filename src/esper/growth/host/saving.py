@@ -6,6 +6,7 @@ also be saved in the middle of training: its living seeds are loaded with the al
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,10 +28,16 @@ from esper.growth.seeds.seed import Seed, SeedSpec
 from esper.growth.seeds.width import WidthSeed
 from esper.runs.cards import write_model_card
 from esper.runs.checkpoints import plain_names
+from esper.runs.events import name_of_run, why_foreign
+from esper.runs.folder import kind_of
 from esper.runs.tensors import read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from esper.growth.grower import Grower
+
+
+MODEL = "model.safetensors"  # name of the model's file in the folder of a run
+_RUN = "run"  # key of the metadata of such a file: the name of the run
 
 
 def save(model: nn.Module | Slotted | AveragedModel | Grower, path: Path | str, *, card: bool = True) -> None:
@@ -43,11 +50,32 @@ def save(model: nn.Module | Slotted | AveragedModel | Grower, path: Path | str, 
     if the model was baked in this process, else the seeds in the model. A file of this name that is not a card is left alone.
     """
     host = _host_of(model)
-    state = plain_names(host.state_dict())
-    second_names = _second_names(host)
-    write_tensors(path, {name: tensor for name, tensor in state.items() if name not in second_names})
+    _write(host, path, {})
     if card:
-        _write_card(host, state, path)
+        _write_card(host, plain_names(host.state_dict()), path)
+
+
+def save_in_run(model: nn.Module, folder: Path) -> None:
+    """Write the model of a run into its folder, with the name of the run and without a card."""
+    run = name_of_run(folder)
+    _write(_host_of(model), folder / MODEL, {} if run is None else {_RUN: run})
+
+
+def _write(host: nn.Module, path: Path | str, metadata: Mapping[str, str]) -> None:
+    second_names = _second_names(host)
+    write_tensors(path, {name: tensor for name, tensor in plain_names(host.state_dict()).items() if name not in second_names}, metadata)
+
+
+def why_foreign_model(folder: Path) -> str | None:
+    """Return why the model in the folder of a growth run was not written by that run; None if it was, or if it cannot be read at all."""
+    with contextlib.suppress(OSError, FileError):
+        return _why_foreign(folder, read_tensors(folder / MODEL)[1])
+    return None
+
+
+def _why_foreign(folder: Path, metadata: Mapping[str, str]) -> str | None:
+    # Other programs may keep their models beside a log, but only the folder of a growth run has the config of one.
+    return why_foreign(metadata.get(_RUN), folder) if kind_of(folder) == "growth" else None
 
 
 def _write_card(host: nn.Module, state: Mapping[str, Tensor], path: Path | str) -> None:
@@ -118,8 +146,14 @@ def _host_of(model: object) -> nn.Module:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file, or all files model*.safetensors in a folder."""
+    """Read a safetensors file, or model.safetensors in a folder, or all files model*.safetensors where a large model has several."""
     try:
+        if (path / MODEL).exists():
+            tensors, metadata = read_tensors(path / MODEL)
+            if foreign := _why_foreign(path, metadata):
+                again = "resume the run, which writes its own again, or give the path of the file to load it all the same"
+                raise GrowthError(f"{path / MODEL} {foreign}; {again}")
+            return tensors
         files = sorted(path.glob("model*.safetensors")) if path.is_dir() else [path]
         if not files:
             raise GrowthError(_why_no_model(path))
