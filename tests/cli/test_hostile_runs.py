@@ -68,19 +68,22 @@ def make_hostile(place: Path, hostile: str, precious: Path) -> None:
     remove(place)
     if hostile == "a pipe":
         os.mkfifo(place)
+    elif hostile == "a link to itself":
+        place.symlink_to(place.name)
     else:
         place.symlink_to(precious / ("folder" if place.name in (*FOLDERS, "tensorboard") else "file"))
 
 
-@pytest.mark.parametrize("hostile", ["a link", "a pipe"])
+@pytest.mark.parametrize("hostile", ["a link", "a pipe", "a link to itself"])
 @pytest.mark.parametrize("kind", ["growth", "ppo"])
 @pytest.mark.slow
 def test_no_command_leaves_the_folder_of_a_run_by_a_link_or_waits_for_a_pipe(
-    kind: str, hostile: str, tmp_path: Path, precious: Path
+    kind: str, hostile: str, tmp_path: Path, precious: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made_ppo(tmp_path / "runs" / "good", [1.0])
     run = tmp_path / "runs" / "bad"
-    for name in (*FILES, *(FOLDERS if hostile == "a link" else ())):
+    places = {"a link": (*FILES, *FOLDERS), "a pipe": FILES, "a link to itself": ("events.jsonl", "config.toml", "league")}
+    for name in places[hostile]:
         if kind == "growth":
             made_growth(run, [1.0, 0.5], twin=[1.0, 0.7])
         else:
@@ -90,6 +93,7 @@ def test_no_command_leaves_the_folder_of_a_run_by_a_link_or_waits_for_a_pipe(
                 make_hostile(run / name, hostile, precious)
                 with at_most(20.0):
                     assert main(command.replace("RUN", "runs/bad").split()) in (0, 1, 2)
+                assert "(unexpected" not in capsys.readouterr().err, (command, name)
         remove(run)
 
 

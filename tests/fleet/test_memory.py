@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,7 @@ from torch import nn
 
 from esper.fleet import Fleet, FleetConfig, FleetError, HostConfig, Memory, memory as fleet_memory
 from esper.fleet.data import FleetData
-from esper.fleet.memory import check_fits, explained, free_bytes, in_words, rooms_of_groups
+from esper.fleet.memory import check_fits, explained, free_bytes, in_words, rooms_of_groups, step_bytes
 from esper.growth.config import GovernorConfig, GrowthConfig, LifecycleConfig
 from esper.growth.lifecycle.stages import Decision, Germinate
 from tests.fleet.builders import BATCH, SLOTS, make_host, small_task
@@ -104,6 +105,17 @@ def test_measuring_draws_no_random_numbers_and_changes_nothing() -> None:
     fleet.memory_per_host()
     assert torch.equal(torch.get_rng_state(), before)
     assert hosts[0].body[2].num_batches_tracked == 0
+
+
+def test_measuring_leaves_no_graph_behind() -> None:
+    def tensors_with_a_graph() -> int:
+        gc.collect()
+        return sum(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in gc.get_objects())
+
+    host, before = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Sigmoid(), nn.Linear(8, 10)), tensors_with_a_graph()
+    for _ in range(3):
+        step_bytes(host, torch.zeros(5, 64), torch.zeros(5, dtype=torch.int64), None, slots=[], recomputes=False)
+    assert tensors_with_a_graph() == before
 
 
 @pytest.mark.slow

@@ -204,6 +204,24 @@ def test_a_full_disk_raises_at_the_flush_and_loses_nothing(path: Path, monkeypat
     assert events_in(path)[1:] == [StepTaken(reward=1.0), StepTaken(reward=2.0)]
 
 
+def test_a_write_that_fails_after_a_half_leaves_no_broken_line(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+    with EventLog(path, "run") as log:
+        log.emit(StepTaken(reward=1.0))
+
+        def half(descriptor: int, data: bytearray) -> int:
+            real(descriptor, data[: len(data) // 2])
+            raise OSError(5, "Input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", half)
+            with pytest.raises(OSError, match="Input/output"):
+                log.flush()
+        log.emit(StepTaken(reward=2.0))
+        assert log.offset() == path.stat().st_size
+    assert events_in(path)[1:] == [StepTaken(reward=1.0), StepTaken(reward=2.0)]
+
+
 def test_an_existing_log_is_never_overwritten(path: Path) -> None:
     EventLog(path, "run").close()
     with pytest.raises(FileExistsError, match=r"EventLog\.resume"):

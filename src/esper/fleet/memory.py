@@ -153,7 +153,7 @@ def _backward_bytes(compute: Callable[[Recompute], Tensor], *, apart_from: Itera
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # a graph that holds its own outputs would never be freed
 
     def noting(sizes: dict[int, int]) -> Any:
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: note(tensor, sizes), lambda tensor: tensor)
@@ -161,7 +161,8 @@ def _backward_bytes(compute: Callable[[Recompute], Tensor], *, apart_from: Itera
     def block(first: Compute, again: Compute, x: Tensor) -> Tensor:
         blocks.append({})
         with noting(blocks[-1]):
-            return first(note(x, kept))
+            note(x, kept)
+            return first(x)
 
     with noting(kept):
         outcome = compute(block)

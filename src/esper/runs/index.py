@@ -108,7 +108,9 @@ class EventIndex:
 
     def __init__(self, path: Path | str, *, cache: Path | None = None) -> None:
         self.path = Path(path)
-        self._cache = None if cache is None else cache / f"{hashlib.blake2b(os.fsencode(self.path.resolve()), digest_size=16).hexdigest()}"
+        self._cache = (
+            None if cache is None else cache / f"{hashlib.blake2b(os.fsencode(os.path.realpath(self.path)), digest_size=16).hexdigest()}"
+        )
         self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
         self.generation = 0  # how often everything was read anew, because the log was cut
         self._forget()

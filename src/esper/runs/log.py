@@ -91,6 +91,8 @@ class EventLog:
         self.clock: Callable[[], int] | None = None
         self._step = step  # step of the latest event that had one
         self._file = _opened(path, "ab")
+        self._size = os.fstat(self._file.fileno()).st_size  # of the lines and parts of lines that are known to be written
+        self._is_torn = False  # whether a write failed, which may have left a part of its lines behind that size
         self._file_lock = threading.Lock()
         self._pending = bytearray()
         self._pending_lock = threading.Lock()
@@ -190,14 +192,19 @@ class EventLog:
         # put back in front of newer ones.
         lines = bytearray()
         try:
+            if self._is_torn:
+                os.ftruncate(self._file.fileno(), self._size)
+                self._is_torn = False
             with self._pending_lock:
                 lines, self._pending = self._pending, lines
             while lines:
                 count = os.write(self._file.fileno(), lines)
                 del lines[:count]
+                self._size += count
             if sync:
                 os.fsync(self._file.fileno())
         except OSError as error:
+            self._is_torn = True
             raise OSError(error.errno, error.strerror, str(self.path)) from error  # errors of write and fsync name no file
         finally:
             if lines:
