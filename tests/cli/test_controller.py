@@ -39,7 +39,7 @@ from esper.growth.report.story import read_story
 from esper.rl.checkpoints import open_store
 from esper.rl.config import NetworkConfig
 from esper.rl.events import Update
-from esper.runs import Sink, read, read_tensors, write_tensors
+from esper.runs import Sink, open_run, read, read_tensors, write_tensors
 from esper.runs.folder import CHECKPOINTS
 from esper.tasks import load_task
 from tests.commands import (
@@ -236,6 +236,24 @@ def test_a_signal_stops_after_the_round_with_a_checkpoint_and_a_controller(
 
 
 @pytest.mark.slow
+def test_a_second_signal_stops_within_a_round_with_a_checkpoint_and_the_run_is_called_stopped(tmp_path: Path) -> None:
+    process = start("controller", "train", *OPTIONS, "--num-steps", "3000", "--rounds", "2", "--run", "run")
+    wait_for(tmp_path / "run" / CHECKPOINTS / "latest")
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    shown, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "round 1/2, decision " in shown
+    assert "stopped at once; go on with: esper controller train --resume --run run" in errors
+    run = open_run(tmp_path / "run")
+    run.refresh()
+    assert run.state() == "stopped"
+    assert open_store(tmp_path / "run").load("latest").state["ppo"]["environment"] is not None
+    assert isinstance(load_controller(tmp_path / "run" / "controller.safetensors"), Learned)
+
+
+@pytest.mark.slow
 def test_a_training_killed_and_resumed_with_seeds_alive_equals_one_that_was_not(tmp_path: Path) -> None:
     rounds = 12
     assert train("whole", rounds) == 0
@@ -295,8 +313,9 @@ def test_plain_progress_has_a_start_a_line_per_round_and_an_end(finished: Path) 
     lines = PlainLines(ControllerProgress(), often, every_s=0.0)
     for record in read(finished / "events.jsonl"):
         lines.write(record)
-    assert len(often.getvalue().splitlines()) == 1 + 2
-    assert "round 1/2" in often.getvalue()
+    assert len(often.getvalue().splitlines()) == 1 + 2 * (1 + 6 + 1), "the start, and for both rounds each decision and the end"
+    assert "  0.0%  round 1/2, decision 0/6  no host has come to its end yet  " in often.getvalue()
+    assert "  58.3%  round 2/2, decision 1/6  utility " in often.getvalue()
     assert " left" in often.getvalue()
 
 

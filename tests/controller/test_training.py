@@ -17,6 +17,7 @@ from esper.controller.training import CONTROLLER, prepare_controller, train_cont
 from esper.controller.value import ValueModel
 from esper.fleet.config import FleetConfig
 from esper.growth.config import GrowthConfig, LifecycleConfig
+from esper.rl import training
 from esper.rl.checkpoints import open_store
 from esper.rl.config import NetworkConfig
 from esper.rl.training import RunResult
@@ -53,9 +54,13 @@ def learner_of(result: RunResult) -> Tree:
     return state
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    return train_controller(CONFIG, tmp_path_factory.mktemp("whole") / "run")
+
+
 @pytest.mark.slow
-def test_a_stopped_and_resumed_training_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    whole = train_controller(CONFIG, tmp_path / "whole")
+def test_a_stopped_and_resumed_training_equals_an_uninterrupted_one(whole: RunResult, tmp_path: Path) -> None:
     stopped = train_controller(CONFIG, tmp_path / "stopped", should_stop=lambda: True)
     assert (whole.status, stopped.status, stopped.step) == ("finished", "stopped", 4 * 6)
     assert isinstance(load_controller(stopped.folder / CONTROLLER), Learned), "a stopped one can be used"
@@ -67,6 +72,39 @@ def test_a_stopped_and_resumed_training_equals_an_uninterrupted_one(tmp_path: Pa
     ours, theirs = (load_file(result.folder / CONTROLLER) for result in (resumed, whole))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
+
+
+class Killed(BaseException):
+    """Nothing in a training catches it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decision", [0, 9])  # of six in a round
+def test_a_training_that_is_killed_within_a_round_goes_on_from_its_last_checkpoint_there(
+    decision: int, whole: RunResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "_WITHIN_S", 0.0)
+    seen, save = [], training._Session._after_decision
+
+    def killed(session: training._Session, done: int) -> None:
+        save(session, done)
+        seen.append(done)
+        if len(seen) == decision + 1:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training._Session, "_after_decision", killed)
+        with pytest.raises(Killed):
+            train_controller(CONFIG, tmp_path / "run")
+    saved = open_store(tmp_path / "run").load()
+    assert saved.step == 4 * sum(1 for done in seen[1:] if done), "as many decisions of four hosts were made"
+    assert saved.state["ppo"]["counters"]["step"] == saved.step // 24 * 24
+    resumed = train_controller(None, tmp_path / "run", resume=True)
+    assert (resumed.status, resumed.step) == ("finished", whole.step)
+    assert events_of(resumed.folder) == events_of(whole.folder)
+    assert_same_state(learner_of(resumed), learner_of(whole))
+    ends = range(24, whole.step + 1, 24)
+    assert {open_store(resumed.folder).load(path).step for path in open_store(resumed.folder).list()} <= {saved.step, *ends}
 
 
 @pytest.mark.slow

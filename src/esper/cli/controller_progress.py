@@ -15,6 +15,7 @@ from rich.text import Text
 from esper.cli import ppo_progress
 from esper.cli.ppo_progress import BAR_WIDTH
 from esper.controller.events import RoundEnded
+from esper.rl.events import Collected, Update
 from esper.rl.run_setup import RunStarted
 from esper.runs import EventRecord, read
 from esper.runs.folder import EVENTS
@@ -46,11 +47,36 @@ class ControllerProgress(ppo_progress.PPOProgress):
     def __init__(self) -> None:
         super().__init__()
         self._ended: deque[RoundEnded] = deque(maxlen=_RECENT_FLEETS)
+        self._collected: Collected | None = None  # the latest decision, if its round has not ended
+        self._first: Collected | None = None  # of this session
 
     def take(self, record: EventRecord) -> bool:
-        if isinstance(record.event, RoundEnded):
-            self._ended.append(record.event)
-        return super().take(record)
+        match record.event:
+            case RunStarted():
+                self._first = self._collected = None
+            case RoundEnded() as ended:
+                self._ended.append(ended)
+            case Update():
+                self._collected = None
+            case Collected() as collected:
+                self._first, self._collected = self._first or collected, collected
+                self._latest = record.time
+        return super().take(record) or isinstance(record.event, Collected)
+
+    @property
+    def share(self) -> float:
+        """Return the share of training that is done, by decisions."""
+        by_decisions = 0.0 if self.started is None or self._collected is None else self._collected.step / self.started.total_steps
+        return max(super().share, by_decisions)
+
+    @property
+    def seconds_left(self) -> float:
+        """Return the time that is left, by the speed of the rounds or, in the first one of a session, of its decisions."""
+        if self.started is None or self._collected is None or self._first is None:
+            return super().seconds_left
+        one = self.started.steps_per_update / self._first.of  # steps of a decision
+        taken = (self._latest - self._began) / (self._collected.step - self._first.step + one)  # seconds for a step
+        return (self.started.total_steps - self._collected.step) * (taken if self.update is None else 1 / self.rate.value)
 
     @property
     def left(self) -> str:
@@ -61,9 +87,13 @@ class ControllerProgress(ppo_progress.PPOProgress):
     @property
     def rounds(self) -> str:
         assert self.started is not None
-        if self.update is None:  # no round is over, or the telemetry is off
+        if self.update is None and self._collected is None:  # no decision was made, or the telemetry is off
             return "some rounds"
-        return f"round {self.update.update}/{-(-self.started.total_steps // self.started.steps_per_update)}"
+        done = 0 if self.update is None else self.update.update
+        count = -(-self.started.total_steps // self.started.steps_per_update)
+        if self._collected is None:
+            return f"round {done}/{count}"
+        return f"round {done + 1}/{count}, decision {self._collected.done}/{self._collected.of}"
 
     @property
     def recent(self) -> RecentHosts:
@@ -97,13 +127,15 @@ class ControllerProgress(ppo_progress.PPOProgress):
 
     @property
     def health(self) -> str:
-        assert self.update is not None
+        if self.update is None:
+            return "–"
         return f"explained variance {self.update.explained_variance:.2f}  clipped {self.update.clip_fraction:.3f}"
 
     @property
     def entropy(self) -> str:
-        """Return the entropy of each head; a dash if there was nothing to choose."""
-        assert self.update is not None
+        """Return the entropy of each head; a dash if there was nothing to choose, or no round is over."""
+        if self.update is None:
+            return "–"
         return " ".join(f"{head} {value:.2f}" if value else f"{head} –" for head, value in self.update.entropy.items()) or "–"
 
     def figures(self) -> dict[str, Any]:
@@ -125,25 +157,26 @@ class ControllerProgress(ppo_progress.PPOProgress):
         return f"{what}: {rounds} rounds of {started.steps_per_update:,} decisions; Ctrl-C stops after the round"
 
     def line(self) -> str:
-        return f"{self.rounds}  {self.recent.in_words()}  entropy {self.entropy}  {self.health}  {self.speed}  {self.left}"
+        learned = "" if self.update is None else f"entropy {self.entropy}  {self.health}  {self.speed}  "
+        return f"{self.share:.1%}  {self.rounds}  {self.recent.in_words()}  {learned}{self.left}"
 
     def view(self, width: int) -> RenderableType:
-        assert self.update is not None
         heading = Table.grid(padding=(0, 2, 0, 0))
         heading.add_row(
             ProgressBar(total=1.0, completed=self.share, width=BAR_WIDTH),
             Text(self.rounds, style="bold", no_wrap=True),
             Text(self.left, no_wrap=True),
-            Text(self.speed, style="dim", no_wrap=True),
+            Text("" if self.update is None else self.speed, style="dim", no_wrap=True),
         )
-        seconds = f"{duration(self.update.collect_seconds)} of training hosts, {duration(self.update.update_seconds)} of learning"
         rows = Table.grid(padding=(0, 2, 0, 0))
         rows.add_column(no_wrap=True, style="dim")
         rows.add_column(overflow="fold")
         rows.add_row("hosts", Text(self.recent.in_words()))
-        rows.add_row("entropy", Text(self.entropy))
-        rows.add_row("learner", Text(self.health))
-        rows.add_row("a round", Text(seconds))
+        if self.update is not None:
+            seconds = f"{duration(self.update.collect_seconds)} of training hosts, {duration(self.update.update_seconds)} of learning"
+            rows.add_row("entropy", Text(self.entropy))
+            rows.add_row("learner", Text(self.health))
+            rows.add_row("a round", Text(seconds))
         return Group(heading, rows)
 
 

@@ -59,7 +59,8 @@ DESCRIPTION = """Trains a controller, which decides when and how networks grow, 
 It decides for many small networks at once, drawn anew again and again: data, label noise, architecture, size, optimiser, length and rent
 differ (--domain.*); what a domain leaves out is held out. Each network is compared with a twin with the same first weights and data that
 never grows; the controller is paid what growing gained at the best validation state, less the rent. In a round it makes --num-steps
-decisions for each host, and then learns from them. Ctrl-C stops after the round, which may take minutes, with a checkpoint.
+decisions for each host, and then learns from them. Ctrl-C stops after the round, which may take minutes, with a checkpoint; a second one
+stops at once. Every decision is shown, and a checkpoint is written before the first one and then once a minute.
 
 Values come from the defaults, then from --config FILE.toml, then from the command line. The path of an option may be left out where its
 last name is unique: --label-noise for --domain.label-noise; --source, once for each, stands for --domain.sources, and --seed for

@@ -112,4 +112,5 @@ GROWTH = Trainer(
     run_kind="controller",
     steps_of_all_ranks=False,
     after_checkpoint=write_controller,
+    saves_within_rollouts=True,
 )

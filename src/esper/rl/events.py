@@ -42,6 +42,17 @@ class Update(Event, tag="update"):
     overflows: int = 0  # gradient steps of this update not taken because float16 overflowed; each halves the loss scale
 
 
+class Collected(Event, tag="collected"):
+    """A part of a rollout was collected. Only trainers whose rollouts take minutes emit it, after each of their decisions."""
+
+    step: int  # environment steps so far, with those of this rollout
+    done: int  # decisions of this rollout
+    of: int
+
+    def shown(self) -> Mapping[str, Any]:
+        return {}
+
+
 class Calibration(Event, tag="calibration"):
     """The critic's predictions of one rollout against the returns that followed, in bins of equal size by the predicted value.
 

@@ -443,7 +443,7 @@ class PPO:
         return ppo
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything needed to continue exactly, as a tree for `esper.runs`. Call it between updates.
+        """Return everything needed to continue exactly, as a tree for `esper.runs`. Call it between updates, or in `collector.after_step`.
 
         All ranks must call it; the result of rank 0 holds the state of all ranks and is the one to save.
         """
@@ -553,7 +553,7 @@ def _without_episodes(state: dict[str, Any], num_envs: int) -> dict[str, Any]:
     learner, rewards = state["learner"], state["learner"]["reward_normalizer"]
     if rewards is not None:
         learner = {**learner, "reward_normalizer": {**rewards, "running": torch.zeros(num_envs)}}
-    collector = {**state["collector"], "episodes_now": None}
+    collector = {**state["collector"], "episodes_now": None, "rollout": None}
     return {**state, "learner": learner, "collector": collector, "environment": None, "other_ranks": []}
 
 

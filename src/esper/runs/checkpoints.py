@@ -253,6 +253,7 @@ Pointer = Literal["latest", "best"]
 _FOLDER = re.compile(r"step-\d{12,}")
 _REPLACED = ".replaced-"
 _MAX_POINTER_BYTES = 1024
+_READS = 5  # attempts to load a checkpoint of a run that is training
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +340,11 @@ class CheckpointStore:
             self._point("best", folder)
             self._prune()
 
+    def discard(self, folder: Path) -> None:
+        """Remove a checkpoint, unless it was removed already."""
+        if folder.exists():
+            self._discard(folder)
+
     def load(self, which: Pointer | Path = "latest") -> Checkpoint:
         """Load the latest or best checkpoint, or the one at a path.
 
@@ -364,16 +370,19 @@ class CheckpointStore:
         return bool(self._folders())
 
     def _load_latest(self) -> Checkpoint:
-        candidates = list(reversed(self.list()))
-        latest = self._pointed("latest")
-        if latest is not None:
-            candidates = [latest, *(folder for folder in candidates if folder != latest)]
-        skipped: list[Refused] = []
-        for folder in candidates:
-            try:
-                return self._load(folder, tuple(skipped))
-            except CheckpointError as error:
-                skipped.append(Refused(folder, str(error)))
+        for _ in range(_READS):
+            candidates = list(reversed(self.list()))
+            latest = self._pointed("latest")
+            if latest is not None:
+                candidates = [latest, *(folder for folder in candidates if folder != latest)]
+            skipped: list[Refused] = []
+            for folder in candidates:
+                try:
+                    return self._load(folder, tuple(skipped))
+                except CheckpointError as error:
+                    skipped.append(Refused(folder, str(error)))
+            if latest == self._pointed("latest"):
+                break  # else another process has saved a new one meanwhile, and removed the one that was the only one
         if not skipped:
             raise CheckpointError(f"there is no checkpoint in {self.root}")
         raise CheckpointError(f"no checkpoint in {self.root} can be loaded: " + "; ".join(refused.reason for refused in skipped))

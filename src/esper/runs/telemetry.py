@@ -33,7 +33,8 @@ LEVEL_OF: dict[str, Level] = {
     **dict.fromkeys(("run_started", "run_ended", "checkpoint_evaluated", "evaluated", "episodes_restarted", "compile_failed"), "off"),
     **dict.fromkeys(("growth_started", "growth_finished", "best_restored", "final_test", "twin_compared", "loader_restarted"), "off"),
     # one per update or epoch, and rare ones
-    **dict.fromkeys(("update", "skipped", "rewards_not_finite", "anomaly", "round_ended", "round_fought", "league_changed"), "minimal"),
+    **dict.fromkeys(("update", "collected", "skipped", "rewards_not_finite", "anomaly"), "minimal"),
+    **dict.fromkeys(("round_ended", "round_fought", "league_changed"), "minimal"),
     # all that the ledger of a growing run is folded from
     **dict.fromkeys(("epoch_ended", "stage_entered", "rolled_back", "measured", "action_refused"), "minimal"),
     "internals": "debug",
