@@ -314,7 +314,7 @@ def test_plain_progress_has_a_start_a_line_per_round_and_an_end(finished: Path) 
     for record in read(finished / "events.jsonl"):
         lines.write(record)
     assert len(often.getvalue().splitlines()) == 1 + 2 * (1 + 6 + 1), "the start, and for both rounds each decision and the end"
-    assert "  0.0%  round 1/2, decision 0/6  no host has come to its end yet  " in often.getvalue()
+    assert "  0.0%  round 1/2, decision 0/6  no host has come to its end yet  ? left" in often.getvalue()
     assert "  58.3%  round 2/2, decision 1/6  utility " in often.getvalue()
     assert " left" in often.getvalue()
 

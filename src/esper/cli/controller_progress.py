@@ -48,7 +48,7 @@ class ControllerProgress(ppo_progress.PPOProgress):
         super().__init__()
         self._ended: deque[RoundEnded] = deque(maxlen=_RECENT_FLEETS)
         self._collected: Collected | None = None  # the latest decision, if its round has not ended
-        self._first: Collected | None = None  # of this session
+        self._first: tuple[float, int] | None = None  # time and step of the first one of this session
 
     def take(self, record: EventRecord) -> bool:
         match record.event:
@@ -59,7 +59,7 @@ class ControllerProgress(ppo_progress.PPOProgress):
             case Update():
                 self._collected = None
             case Collected() as collected:
-                self._first, self._collected = self._first or collected, collected
+                self._first, self._collected = self._first or (record.time, collected.step), collected
                 self._latest = record.time
         return super().take(record) or isinstance(record.event, Collected)
 
@@ -74,8 +74,8 @@ class ControllerProgress(ppo_progress.PPOProgress):
         """Return the time that is left, by the speed of the rounds or, in the first one of a session, of its decisions."""
         if self.started is None or self._collected is None or self._first is None:
             return super().seconds_left
-        one = self.started.steps_per_update / self._first.of  # steps of a decision
-        taken = (self._latest - self._began) / (self._collected.step - self._first.step + one)  # seconds for a step
+        began, step = self._first
+        taken = (self._latest - began) / (self._collected.step - step) if self._collected.step > step else math.nan  # seconds for a step
         return (self.started.total_steps - self._collected.step) * (taken if self.update is None else 1 / self.rate.value)
 
     @property
