@@ -266,6 +266,8 @@ def table(record: dict[str, Any]) -> str:
         f"\nOn {record['date']}, in {record['seconds'] / 60:.1f} minutes with {record['jobs']} processes on {record['cores']} cores"
         f" ({record['processor']}), with Python {record['python']} and torch {record['torch']}.\n"
     )
+    if total.unnoticed:
+        text += f"\nNot counted: {total.unnoticed:,} changed values in lines of `events.jsonl`, which have no digest.\n"
     for name, package in record["left_out"].items():
         text += f"\nLeft out: `esper {name}`; {package} is not installed there.\n"
     if record["done"] < record["planned"]:

@@ -267,6 +267,7 @@ class Tally:
     right: int = 0  # the content was that of the undamaged file
     part: int = 0  # lines were dropped and counted
     refused: int = 0
+    unnoticed: int = 0  # a file without a digest was read, and its values are others
     lost: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     hung: list[str] = field(default_factory=list)
