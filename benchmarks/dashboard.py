@@ -25,6 +25,7 @@ from typing import Any
 
 from esper.dashboard.data import POINTS, Watcher, name_in_address
 from esper.rl import PPOConfig, TrainConfig, train_run
+from esper.runs.catalog import SUMMARY
 from esper.runs.folder import CONFIG, EVENTS
 from records import RESULTS, Output
 
@@ -70,13 +71,13 @@ def measure_page(output: Output, place: Path, events: int) -> None:
 
 
 def make_runs(root: Path, count: int) -> int:
-    """Train one PPO run and copy its settings and events into many folders. Return the size of its log."""
+    """Train one PPO run and copy its settings, events and summary into many folders. Return the size of its log."""
     first = root / "run-0000"
     train_run(TrainConfig(env="cue", num_envs=4, total_steps=STEPS_OF_A_RUN, eval_episodes=0, ppo=PPOConfig(num_steps=16)), first)
     for number in range(1, count):
         folder = root / f"run-{number:04d}"
         folder.mkdir()
-        for name in (CONFIG, EVENTS):
+        for name in (CONFIG, EVENTS, SUMMARY):
             shutil.copyfile(first / name, folder / name)
     return (first / EVENTS).stat().st_size
 

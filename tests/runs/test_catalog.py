@@ -8,17 +8,31 @@ import shutil
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import esper
-from esper.files import FileError
+from esper.files import FileError, with_digest, without_digest
 from esper.rl import PPOConfig, TrainConfig, train_run
 from esper.runs import RunError, index as event_index
 from esper.runs.analysis import read_analysis
-from esper.runs.catalog import DEAD_AFTER_S, LABELS, differing_settings, find_runs, kept_summaries, label, list_runs, open_run, remove_run
+from esper.runs.cards import write_card
+from esper.runs.catalog import (
+    DEAD_AFTER_S,
+    LABELS,
+    SUMMARY,
+    differing_settings,
+    find_runs,
+    kept_summaries,
+    label,
+    left_summary,
+    list_runs,
+    open_run,
+    remove_run,
+)
 from esper.runs.folder import EVENTS, GROW, locked
 from esper.runs.index import EventIndex, lines_of
 from tests.runs.made import made_growth
@@ -164,9 +178,7 @@ def test_a_second_listing_reads_only_the_runs_that_have_changed(tmp_path: Path, 
     for name in ("one", "other"):
         made_growth(root / name, [1.0, 0.5], twin=[1.0])
     first = list_runs(root, cache=cache)
-    read: list[str] = []
-    refresh = EventIndex.refresh
-    monkeypatch.setattr(EventIndex, "refresh", lambda index, *rest: (read.append(index.path.parent.name), refresh(index, *rest))[1])
+    read = read_logs(monkeypatch)
     assert list_runs(root, cache=cache) == first
     assert read == []
     label(root / "one", add=["good"])
@@ -187,6 +199,55 @@ def test_a_large_log_that_is_listed_and_then_opened_is_read_once(tmp_path: Path,
     assert run.brief().state == "finished"
     run.refresh()
     assert (run.step(), sum(read)) == (2, (run.folder / EVENTS).stat().st_size)
+
+
+def read_logs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets the name of every run whose events are read from now on."""
+    read: list[str] = []
+    refresh = EventIndex.refresh
+    monkeypatch.setattr(EventIndex, "refresh", lambda index, *rest: (read.append(index.path.parent.name), refresh(index, *rest))[1])
+    return read
+
+
+def test_runs_that_ended_are_listed_without_reading_their_events(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("grown", "group/cue"):
+        copied(runs, name, tmp_path / "runs")
+    label(tmp_path / "runs" / "cue", add=["good"])
+    made_growth(tmp_path / "runs" / "twins", [1.0, 0.5], twin=[2.0, 1.0])
+    write_card(tmp_path / "runs" / "twins")
+    wanted = []
+    for run in find_runs(tmp_path / "runs"):
+        run.refresh()
+        wanted.append(run.summary())
+    read = read_logs(monkeypatch)
+    assert list_runs(tmp_path / "runs", cache=tmp_path / "cache") == wanted
+    assert (read, [summary.tags for summary in wanted]) == ([], [["good"], [], []])
+
+
+def test_a_summary_that_a_run_left_is_not_used_when_it_is_damaged_or_older_than_the_log(runs: Path, tmp_path: Path) -> None:
+    folder = copied(runs, "group/cue", tmp_path)
+    before = left_summary(folder)
+    assert before is not None
+    # A resume writes the log anew; a run that trains again is not what it was when it ended.
+    log = (folder / EVENTS).read_bytes()
+    (folder / EVENTS).write_bytes(log + b'{"kind":"resumed"}\n')
+    assert left_summary(folder) is None
+    (folder / EVENTS).write_bytes(log)
+    assert left_summary(folder) is None, "its events may be others of the same size"
+    os.utime(folder / EVENTS, ns=(0, 0))
+    assert left_summary(folder) is not None
+    left = (folder / SUMMARY).read_bytes()
+    for place in range(0, len(left), 5):
+        (folder / SUMMARY).write_bytes(left[:place] + bytes([left[place] ^ 1]) + left[place + 1 :])
+        found = left_summary(folder)
+        assert found is None or found.summary == msgspec.structs.replace(before.summary, touched=0.0), place
+    # Texts of strangers are shown as they are everywhere else, and numbers outside of their range are none.
+    changed = without_digest(json.loads(left))
+    for field, value in (("figure", "\x1b[2J"), ("progress", -1.0), ("state", "running"), ("spark", "a")):
+        hostile = with_digest(changed | {"summary": changed["summary"] | {field: value}})
+        (folder / SUMMARY).write_text(json.dumps(hostile))
+        found = left_summary(folder)
+        assert found is None or (field, found.summary.figure) == ("figure", "\\x1b[2J"), field
 
 
 def test_a_damaged_list_of_runs_is_not_used(tmp_path: Path) -> None:

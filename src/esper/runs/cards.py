@@ -8,6 +8,7 @@ run. A file of the same name that was not written here is left alone.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import platform
@@ -34,9 +35,14 @@ CARDS: dict[Kind, tuple[str, str | None]] = {
 
 
 def write_card(folder: Path | str) -> Path | None:
-    """Write the card of a run into its folder, and return its path; None if a file of the user has its name."""
+    """Write the card of a run into its folder, and return its path; None if a file of the user has its name.
+
+    The events are read for it, so this is also the time to leave the run's line of a list, which may be missing.
+    """
     folder = Path(folder)
     run = open_run(folder)
+    with contextlib.suppress(OSError):
+        run.leave_summary()
     path = folder / f"{CARDS[run.kind][0]}.md"
     if _is_of_user(path):
         return None

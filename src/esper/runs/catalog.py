@@ -6,7 +6,8 @@
 A run is alive as long as its process writes: the log of events is touched every few seconds, even if nothing happens. A run whose log has
 not been touched for `DEAD_AFTER_S`, and which did not say that it ended, is dead: its process was killed, or hangs.
 
-Tags and a note of the user are in `labels.json` in the run's folder.
+Tags and a note of the user are in `labels.json` in the run's folder. A run that ends leaves its line of a list in `summary.json`, so that a
+list need not read its events.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from esper.files import (
     MAX_CONFIG_BYTES,
     MAX_JSON_BYTES,
     UNREADABLE,
+    open_in_run,
     parse_json,
     parse_toml,
     read_file,
@@ -46,7 +48,9 @@ from esper.runs.foreign import clean, clean_values
 from esper.runs.index import EventIndex, Series, thinned
 
 LABELS = "labels.json"
+SUMMARY = "summary.json"
 DEAD_AFTER_S = 30.0
+ENDED: tuple[State, ...] = ("finished", "stopped")
 SPARK = 40  # points of the small curve in a table
 
 
@@ -237,24 +241,15 @@ class Run:
             return 0.0
         return own if self.twin is None else max(own, self.twin.touched())
 
-    def stamp(self) -> tuple[int, ...]:
-        """Return sizes and times of the files that the summary is made from."""
-        found: list[int] = []
-        for name in (CONFIG, GROW, EVENTS, LABELS, f"{TWIN}/{EVENTS}"):
-            try:
-                status = os.lstat(f"{self.folder}/{name}")
-                found += (status.st_size, status.st_mtime_ns)
-            except OSError:
-                found += (-1, -1)
-        return tuple(found)
-
     def brief(self, now: float | None = None) -> Summary:
         """Return the summary, the kept one if no file has changed since it was made.
 
         Otherwise the events are read. Unless the run is under way, they are forgotten again: there may be thousands of runs.
         """
-        stamp, now = self.stamp(), time.time() if now is None else now
+        stamp, now = stamp_of(self.folder), time.time() if now is None else now
         if self.kept is None or self.kept.stamp != stamp:
+            self.kept = left_summary(self.folder)
+        if self.kept is None:
             is_open = self.index.offset > 0
             self.refresh()
             self.kept = Kept(stamp, self.summary(now))
@@ -266,6 +261,15 @@ class Run:
             return summary
         state: State = "running" if now - summary.touched < DEAD_AFTER_S else "dead"
         return summary if state == summary.state else msgspec.structs.replace(summary, state=state)
+
+    def leave_summary(self) -> None:
+        """Write the summary of a run that has ended into its folder, for `left_summary`."""
+        summary = msgspec.structs.replace(self.summary(), name="", folder="", tags=[], note="")
+        values = msgspec.to_builtins(summary)
+        has_json = msgspec.json.decode(msgspec.json.encode(values)) == values  # which knows no infinity
+        if summary.state in ENDED and has_json:
+            content = msgspec.json.encode(with_digest({"sizes": stamp_of(self.folder)[:-2:2], "summary": values}))
+            write_in_run(self.folder / SUMMARY, msgspec.json.format(content) + b"\n")
 
     def summary(self, now: float | None = None) -> Summary:
         """Return the run as one line of a table."""
@@ -291,6 +295,43 @@ class Run:
         )
 
 
+def stamp_of(folder: Path) -> tuple[int, ...]:
+    """Return sizes and times of the files that the summary of a run is made from; those of its labels are the last two."""
+    found: list[int] = []
+    for name in (CONFIG, GROW, EVENTS, f"{TWIN}/{EVENTS}", LABELS):
+        try:
+            status = os.lstat(f"{folder}/{name}")
+            found += (status.st_size, status.st_mtime_ns)
+        except OSError:
+            found += (-1, -1)
+    return tuple(found)
+
+
+def left_summary(folder: Path) -> Kept | None:
+    """Return the summary that a run left in its folder when it ended; None if there is none, or its files were written since.
+
+    A copy of a run may have other times than the run itself, but has the sizes of its files, and is not written either.
+    """
+    stamp = stamp_of(folder)
+    sizes, times = stamp[:-2:2], stamp[1:-2:2]
+    try:
+        with open_in_run(folder / SUMMARY) as file:
+            written = os.fstat(file.fileno()).st_mtime_ns
+            found = without_digest(msgspec.json.decode(file.read(MAX_CONFIG_BYTES)))
+        summary = msgspec.convert(clean_values(found["summary"]), Summary)
+        is_valid = found["sizes"] == list(sizes) and max(times) <= written and summary.state in ENDED and 0 <= (summary.progress or 0) <= 1
+    except (OSError, msgspec.MsgspecError, *UNREADABLE):
+        return None
+    if not is_valid:
+        return None
+    run = Run(folder, summary.kind)
+    labels, touched = run.shown_labels(), max(times[-2:]) / 1e9  # of the logs
+    return Kept(
+        stamp,
+        msgspec.structs.replace(summary, name=run.name, folder=str(folder), touched=touched, tags=labels.tags, note=labels.note),
+    )
+
+
 def find_runs(root: Path | str, *, cache: Path | None = None, known: Mapping[Path, Run] = MappingProxyType({})) -> list[Run]:
     """Return the run in a folder, or the runs in it and in the folders inside, at most three levels down. Twins belong to their runs.
 
@@ -302,7 +343,10 @@ def find_runs(root: Path | str, *, cache: Path | None = None, known: Mapping[Pat
         if run is None and before is not None:
             run = Run(folder, before.summary.kind, cache=cache)
             # Settings decide the kind, and may have been replaced.
-            run.kept = before if run.stamp()[:2] == before.stamp[:2] else None
+            run.kept = before if stamp_of(folder)[:2] == before.stamp[:2] else None
+        if run is None and (left := left_summary(folder)) is not None:
+            run = Run(folder, left.summary.kind, cache=cache)
+            run.kept = left
         if (run is None or run.kept is None) and (kind := kind_of(folder)) is not None:
             run = Run(folder, kind, cache=cache)
         if run is not None:

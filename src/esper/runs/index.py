@@ -108,9 +108,7 @@ class EventIndex:
 
     def __init__(self, path: Path | str, *, cache: Path | None = None) -> None:
         self.path = Path(path)
-        self._cache = (
-            None if cache is None else cache / f"{hashlib.blake2b(os.fsencode(os.path.realpath(self.path)), digest_size=16).hexdigest()}"
-        )
+        self._cache_folder = cache
         self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
         self.generation = 0  # how often everything was read anew, because the log was cut
         self._forget()
@@ -314,7 +312,7 @@ class EventIndex:
 
     def keep(self) -> None:
         """Write the index into the cache folder, over an older one, in a thread. A folder that cannot be written is no error."""
-        if self._cache is None:
+        if self._cache_folder is None:
             return
         arrays: list[np.ndarray] = [np.array(offsets, np.int64) for offsets in self._lines.values()]
         blocks = []
@@ -327,8 +325,12 @@ class EventIndex:
         header |= {"mark": hashlib.blake2b(self._mark).hexdigest(), "blocks": blocks}
         header |= {"lines": [[kind, len(offsets)] for kind, offsets in self._lines.items()]}
         # These arrays never change: later events go into new ones.
-        self._writer = threading.Thread(target=_write_index, args=(self._cache, msgspec.json.encode(header), arrays), name="index")
+        kept_at = self._kept_at(self._cache_folder)
+        self._writer = threading.Thread(target=_write_index, args=(kept_at, msgspec.json.encode(header), arrays), name="index")
         self._writer.start()
+
+    def _kept_at(self, cache: Path) -> Path:
+        return cache / hashlib.blake2b(os.fsencode(os.path.realpath(self.path)), digest_size=16).hexdigest()
 
     def wait(self) -> None:
         """Wait until the index is written, if it is being written."""
@@ -337,10 +339,10 @@ class EventIndex:
 
     def _load_cache(self, file: Any, size: int) -> None:
         """Take over a kept index if it fits the file; otherwise start from nothing."""
-        if self._cache is None or size < CACHED_FROM:
+        if self._cache_folder is None or size < CACHED_FROM:
             return
         try:
-            digest, _, content = self._cache.read_bytes().partition(b"\n")
+            digest, _, content = self._kept_at(self._cache_folder).read_bytes().partition(b"\n")
             if digest != hashlib.blake2b(content).hexdigest().encode():
                 return
             head, _, body = content.partition(b"\n")
