@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
 from pathlib import Path
 
@@ -10,13 +11,14 @@ import pytest
 import torch
 
 from esper.cli.main import main
-from esper.rl import TrainConfig, train_run
+from esper.rl import TrainConfig, run_setup, train_run
 from esper.rl.checkpoints import open_store
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.evaluate import PolicyEvaluation
 from esper.rl.events import Update
 from esper.rl.ppo import PPO
-from esper.runs import read
+from esper.runs import open_run, read
+from esper.runs.signals import StoppedAtOnce
 from esper.vecenv import make
 from tests.commands import events_of, last_line
 from tests.conftest import Clock
@@ -138,8 +140,6 @@ def test_the_checkpoint_is_on_the_disk_before_its_policy_is_evaluated(tmp_path: 
 
 @pytest.mark.slow
 def test_eval_plays_other_episodes_than_the_selection_of_the_best_checkpoint(tmp_path: Path, capsys) -> None:
-    from esper.rl import run_setup
-
     seeds = []
     evaluate = run_setup.evaluate
     with pytest.MonkeyPatch.context() as patch:
@@ -189,8 +189,6 @@ def test_a_first_score_that_is_not_a_number_does_not_block_the_next_best(tmp_pat
 @pytest.mark.slow
 def test_a_stop_request_skips_the_evaluation_until_the_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = train_run(CONFIG, tmp_path / "whole")
-    from esper.rl import run_setup
-
     evaluate, calls = run_setup.evaluate, []
     monkeypatch.setattr(run_setup, "evaluate", lambda *given, **settings: (calls.append(None), evaluate(*given, **settings))[1])
     asked = iter([False, True])
@@ -211,10 +209,27 @@ def test_a_stop_request_ends_a_long_evaluation(tmp_path: Path, monkeypatch: pyte
     assert open_store(tmp_path / "run").load("latest").state["awaits_evaluation"]
 
 
+@pytest.mark.parametrize("call", [0, 3])  # at a checkpoint, and at the end
+def test_a_second_signal_in_an_evaluation_stops_the_run_and_a_resumed_one_ends_it(
+    call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluate(*given: object, **settings: object) -> PolicyEvaluation:
+        calls.append(None)
+        if len(calls) == call + 1:
+            raise StoppedAtOnce(signal.SIGINT)
+        return really_evaluate(*given, **settings)  # type: ignore[arg-type]
+
+    really_evaluate, calls = run_setup.evaluate, list[None]()
+    monkeypatch.setattr(run_setup, "evaluate", evaluate)
+    with pytest.raises(StoppedAtOnce):
+        train_run(CONFIG, tmp_path / "run")
+    assert open_run(tmp_path / "run").state() == "stopped"
+    train_run(None, tmp_path / "run", resume=True)
+    assert open_run(tmp_path / "run").state() == "finished"
+
+
 @pytest.mark.slow
 def test_a_run_makes_its_environments_for_evaluation_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from esper.rl import run_setup
-
     make_env, made = run_setup.make_env, []
     monkeypatch.setattr(run_setup, "make_env", lambda *given: made.append(make_env(*given)) or made[-1])
     closed = []

@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypedDict, TypeVar, Unpack
+from types import TracebackType
+from typing import Any, Generic, Literal, Protocol, Self, TypedDict, TypeVar, Unpack
 
 import msgspec
 from torch import nn
@@ -308,7 +309,7 @@ def _begin(config: Any, folder: Path | str | None, env: EnvSource | None, option
         named(trainer.title(config), env),
         trainer.prepare(config, options.encoder, group) as (ppo, relay),
         group.only_first(lambda: _new_log(config, place, options)) as log,
-        contextlib.closing(_Session(config, place, ppo, relay, log, options)) as session,
+        _Session(config, place, ppo, relay, log, options) as session,
     ):
         return session.run()
 
@@ -357,7 +358,7 @@ def _resume(config: Any, folder: Path, options: Options) -> RunResult:
         checkpoint = None  # free its memory: the learner has a copy of everything
         with (
             group.only_first(lambda: _reopened_log(config, folder, before, options)) as log,
-            contextlib.closing(_Session(config, folder, ppo, relay, log, options)) as session,
+            _Session(config, folder, ppo, relay, log, options) as session,
         ):
             return session.run() if before is None else session.continue_from(before, is_trained=is_trained)
 
@@ -459,6 +460,7 @@ class _Session:
         self._latest: dict[str, Any] = {"episodes": 0, "mean_return": math.nan, "mean_length": math.nan}  # summary of the latest update
         self._saved_at = -math.inf  # time of the latest checkpoint of this session
         self._within: Path | None = None  # the latest checkpoint, if it is one within a rollout
+        self._has_ended = False
         if options.trainer.saves_within_rollouts:
             ppo.collector.after_step = self._after_decision
 
@@ -468,7 +470,13 @@ class _Session:
         if self.log is not None and shown is not None:
             self.log.emit(shown, **where)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        # The second signal stops a run in the middle of an update or an evaluation; a resumed run goes on from its latest checkpoint.
+        if isinstance(error, KeyboardInterrupt) and not self._has_ended:
+            self.emit(RunEnded(step=self.ppo.step, status="stopped", seconds=self._seconds()))
         if self.profiler is not None:
             self.profiler.close()
         if self.evaluator is not None:
@@ -516,9 +524,6 @@ class _Session:
         except TrainingStopped:
             self._save(update, is_due=False)
             self.emit(RunEnded(step=update.step, status="stopped", seconds=self._seconds()))
-            raise
-        except KeyboardInterrupt:  # the second signal, in the middle of an update: a resumed run goes on from its latest checkpoint
-            self.emit(RunEnded(step=ppo.step, status="stopped", seconds=self._seconds()))
             raise
         if is_last and not stops:
             return self._finish(update.step, _summary(update))
@@ -647,6 +652,7 @@ class _Session:
         """Emit the end of the session and return its result."""
         seconds = self._seconds()
         self.emit(RunEnded(step=step, status=status, seconds=seconds))
+        self._has_ended = True
         if self.profiler is not None:
             self.profiler.close()
         profile = None if self.profiler is None else self.profiler.table()
