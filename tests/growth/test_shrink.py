@@ -13,7 +13,8 @@ from torch.nn.utils.parametrizations import weight_norm
 import esper
 from esper.growth.config import BudgetConfig, GrowthConfig, GrowthError, RentConfig
 from esper.growth.events import Folded, Shrunk, Widened
-from esper.growth.host.units import find_units, layer_of
+from esper.growth.host.find_units import find_units
+from esper.growth.host.units import layer_of
 from esper.growth.lifecycle.stages import Fossilize, Germinate, Shrink, Stage
 from tests.growth.builders import QUICK, Loop, Script, adamw, make_host, make_loop
 from tests.growth.host.test_units import Attention, ConvNeXt, InvertedResidual, Residual

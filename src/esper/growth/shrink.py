@@ -24,10 +24,11 @@ from esper.display import Card, Displayed
 from esper.growth.config import GrowthError, RentConfig
 from esper.growth.events import Shrunk
 from esper.growth.host.discover import discover
+from esper.growth.host.find_units import find_units
 from esper.growth.host.isolation import is_compiled, unwrap
 from esper.growth.host.layout import Units
 from esper.growth.host.slotted import check_has_no_slots
-from esper.growth.host.units import find_units, layer_of, part_of, tensors_of
+from esper.growth.host.units import layer_of, part_of, tensors_of
 from esper.growth.lifecycle.stages import Cost
 from esper.growth.measure.contribution import Evaluate, gain_of, losses_of, rent_of
 from esper.growth.seeds.blueprints import widening_cost

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from esper.growth import add_slots
+from esper.growth.host import discover
+from esper.growth.host.find_units import find_units
 from esper.growth.host.layout import Reader, Through, Units
-from esper.growth.host.units import chains, find_units
+from esper.growth.host.units import chains
 from esper.growth.lifecycle.stages import Cost
 from esper.growth.seeds.blueprints import WIDENINGS, blueprints_for, flop_counter, widening_cost
+from tests.growth.hosts import GPT, Block, CachedGPT
 
 IMAGES = torch.randn(2, 3, 8, 8)
 TOKENS = torch.randn(2, 5, 16)
@@ -364,3 +368,75 @@ def test_a_pruned_layer_is_refused() -> None:
     units, refusals = find_units(host, torch.randn(2, 6))
     assert not [one for one in units if one.name in ("0", "2")]
     assert "pruning" in next(one.reason for one in refusals if one.name == "2")
+
+
+# Many blocks in one pass
+
+
+def deep(model: GPT | CachedGPT, blocks: int) -> nn.Module:
+    """Return a GPT of more blocks."""
+    kind: Any = type(model.blocks[0])
+    model.blocks.extend(Block(16, is_causal=True) if kind is Block else kind(16) for _ in range(blocks - 2))
+    return model
+
+
+@pytest.mark.parametrize("make", [GPT, CachedGPT])
+def test_slots_in_a_deep_gpt_take_no_more_passes_than_in_a_flat_one(make: type[GPT] | type[CachedGPT]) -> None:
+    calls = {}
+    for blocks in (4, 16):
+        model, count = deep(make(), blocks), [0]
+        model.register_forward_pre_hook(lambda module, arguments, count=count: count.__setitem__(0, count[0] + 1))
+        slotted = add_slots(model, torch.randint(1, 11, (2, 8)))
+        calls[blocks] = count[0]
+        widened = {units.producers for place in slotted.discovery.places.values() for units in place.chain}
+        assert len(widened) == blocks  # the feedforward network of every block
+    assert calls[4] == calls[16] <= 40
+
+
+class SharesKeys(nn.Module):
+    """The second attention takes the keys and values of the first out of a cache, which the host gives to both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SharedAttention() for _ in range(3))
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = Cache()
+        for block in self.blocks:
+            x = block(x, cache)
+        return cast(Tensor, self.head(x))
+
+
+class Cache:
+    keys: Tensor | None = None
+
+
+class SharedAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.keys, self.out = nn.Linear(16, 8), nn.Linear(16, 8), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        own = self.keys(x)
+        cache.keys = own if cache.keys is None else cache.keys
+        query, keys = (made.unflatten(-1, (-1, 4)).transpose(1, 2) for made in (self.query(x), cache.keys))
+        return x + cast(Tensor, self.out(F.scaled_dot_product_attention(query, keys, keys).transpose(1, 2).flatten(2)))
+
+
+def test_units_that_get_from_one_block_into_another_are_not_found_in_both_alone() -> None:
+    """Heads of the first block must match those of all others, so that none can be widened."""
+    widened = found(SharesKeys(), TOKENS)
+    assert not any("blocks" in name for name in widened)
+    assert not find_units(SharesKeys(), TOKENS)[0]
+
+
+def test_a_slow_search_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    add_slots(deep(GPT(), 4), torch.randint(1, 11, (2, 8)))
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(discover, "SAY_EVERY", 0.0)
+    add_slots(deep(GPT(), 4), torch.randint(1, 11, (2, 8)))
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("esper: looking where the model can grow; ") for line in lines)
+    assert any("changing the example" in line for line in lines)
+    assert lines[-1].endswith("layers are tried out, 4 at once are next") or lines[-1].endswith("1 at once are next")

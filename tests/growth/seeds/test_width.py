@@ -14,9 +14,10 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import SGD, AdamW, Optimizer
 
 from esper.growth import add_slots
+from esper.growth.host.find_units import find_units
 from esper.growth.host.layout import Place, Units
 from esper.growth.host.slots import WidePatch
-from esper.growth.host.units import chains, find_units
+from esper.growth.host.units import chains
 from esper.growth.lifecycle.stages import Cost
 from esper.growth.seeds import folding, width
 from esper.growth.seeds.folding import fold

@@ -9,11 +9,12 @@ Shapes: B = batch, C = channels, H, W, L = positions in space, T = positions in 
 from __future__ import annotations
 
 import inspect
+import sys
+import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,12 +55,39 @@ class Weights(NamedTuple):
     device: torch.device
 
 
-def discover(model: nn.Module, example_input: Any) -> Discovery:
-    """Run the model on the example in eval mode, with no side effects, and return what was found."""
+SAY_EVERY = 5.0  # seconds
+
+
+class Announcer:
+    """Say on stderr every few seconds what `add_slots` is doing. Models whose passes take no seconds are done before."""
+
+    def __init__(self) -> None:
+        self._begun = self._last = time.monotonic()
+        self._passes = 0
+
+    def __call__(self, doing: str) -> None:
+        """Say that another pass of the model begins, and what it is for."""
+        now = time.monotonic()
+        if self._passes == 1:
+            self._last = now  # the first pass may import parts of torch
+        elif now - self._last >= SAY_EVERY and sys.stderr is not None:
+            self._last = now
+            text = f"esper: looking where the model can grow; {self._passes} passes over the example in {now - self._begun:.0f} s; {doing}"
+            print(text, file=sys.stderr, flush=True)
+        self._passes += 1
+
+
+def discover(model: nn.Module, example_input: Any, say: Callable[[str], None] = lambda doing: None) -> Discovery:
+    """Run the model on the example in eval mode, with no side effects, and return what was found. `say` is called before passes."""
     batch = batch_size_of(example_input)
     _check_weights(model)
+    say("counting FLOPs")
     log = _run(model, example_input, batch=batch)
-    run = partial(_tensors_of, model)  # runs the model on a changed example
+
+    def run(changed_example: Any, nudge: Nudge | None = None) -> Outputs | None:
+        say("changing the example, to see which outputs that reaches")
+        return _tensors_of(model, changed_example, nudge)
+
     before = run(example_input) or {}
     twice = run(doubled(example_input, batch))
     batches = batch_axes(example_input, before, twice, batch, run)

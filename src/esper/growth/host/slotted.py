@@ -33,7 +33,8 @@ from torch.utils.hooks import RemovableHandle
 from esper.display import Card, Displayed
 from esper.growth.config import GrowthError
 from esper.growth.host.default_slots import choose, with_last_blocks
-from esper.growth.host.discover import Discovery, call, discover, weights_of
+from esper.growth.host.discover import Announcer, Discovery, call, discover, weights_of
+from esper.growth.host.find_units import find_units
 from esper.growth.host.isolation import eager, is_compiled, isolated, unwrap, without_tf32
 from esper.growth.host.layout import Place
 from esper.growth.host.slots import (
@@ -51,7 +52,7 @@ from esper.growth.host.slots import (
     tensors_in,
 )
 from esper.growth.host.state_dict import CheckStructure, agree, as_model_takes_it, attach, build_seed, find_homes, free_home, specs_in
-from esper.growth.host.units import find_units, modules_of, with_units
+from esper.growth.host.units import modules_of, with_units
 from esper.growth.seeds.blueprints import KINDS, blueprints_for, blueprints_of, cost_of, get_blueprint, reason_against, widened_by
 from esper.growth.seeds.folding import check_trained, fold as fold_seeds
 from esper.growth.seeds.seed import SPEC_KEY, Blending, Seed, SeedSpec
@@ -72,12 +73,14 @@ def add_slots(model: nn.Module, example_input: Any, *, slots: Sequence[str] | No
 
     `example_input` is a batch as the model gets it: a tensor, a tuple of arguments or a dict of keyword arguments. `slots` names
     submodules, also by patterns such as "layer?" or "blocks.*"; by default there is a slot after every block of the model. The model may be
-    compiled or wrapped in DistributedDataParallel, and stays so.
+    compiled or wrapped in DistributedDataParallel, and stays so. The search takes some 20 to 40 forward passes, however many equal blocks
+    there are, and says every 5 seconds on stderr how far it is.
     """
     _check_model(model)
     host = unwrap(model)
     check_has_no_slots(host)
-    found = with_units(discover(host, example_input), *find_units(host, example_input))
+    say = Announcer()
+    found = with_units(discover(host, example_input, say), *find_units(host, example_input, say))
     names = choose(host, found, slots)
     return Slotted(model, host, with_last_blocks(found, names) if slots is None else found, names, example_input)
 

@@ -46,11 +46,13 @@ def attach(module: nn.Module, seed: Seed, home: SeedHome) -> RemovableHandle:
 
 def find_homes(host: nn.Module, names: Sequence[str], example_input: Any) -> dict[str, SeedHome]:
     """Return the home of the seed of each of these submodules: the submodule itself, unless it runs or counts its children."""
-    # Containers are known by their type. Other modules with children are tried out: first all at once, then one by one if that fails.
+    # Containers are known by their type. Other modules with children are tried out: all at once, and one by one if that fails for a reason
+    # other than that some of them run their children.
     counting = {name for name in names if _counts_children(host.get_submodule(name))}
     untested = [name for name in names if name not in counting and _children_of(host.get_submodule(name))]
-    if untested and not _tolerates_children(host, untested, example_input):
-        counting |= {name for name in untested if not _tolerates_children(host, [name], example_input)}
+    while untested and (found := _counting_by_trial(host, untested, example_input)) is not None:
+        counting |= found or {name for name in untested if _counting_by_trial(host, [name], example_input) is not None}
+        untested = [name for name in untested if name not in counting] if found else []
     homes: dict[str, SeedHome] = {}
     for name in names:
         module = host.get_submodule(name)
@@ -100,25 +102,29 @@ class _TrialChild(nn.Module):
         return arguments[0] if arguments else None
 
 
-def _tolerates_children(host: nn.Module, names: Sequence[str], example_input: Any) -> bool:
-    """Return whether the host computes the same with one more child in each of these submodules, and does not run that child."""
-    child = _TrialChild()
+def _counting_by_trial(host: nn.Module, names: Sequence[str], example_input: Any) -> set[str] | None:
+    """Run the host with one more child in each of these submodules, and return those that run that child.
+
+    Return None if the host computes the same and runs none of them.
+    """
+    children = {name: _TrialChild() for name in names}
     modules = [host.get_submodule(name) for name in names]
     with isolated(host), torch.no_grad():
         host.eval()
         before = [tensor.clone() for tensor in tensors_in(call(host, example_input))]
     try:
-        for module in modules:
+        for module, child in zip(modules, children.values(), strict=True):
             module._modules["esper_trial_child"] = child
         with isolated(host), torch.no_grad():
             host.eval()
-            after = list(tensors_in(call(host, example_input)))
+            is_same = agree(before, list(tensors_in(call(host, example_input))))
     except Exception:  # the host may raise anything if it finds a child that it does not know
-        return False
+        is_same = False
     finally:
         for module in modules:
             module._modules.pop("esper_trial_child", None)
-    return not child.was_run and agree(before, after)
+    ran = {name for name, child in children.items() if child.was_run}
+    return ran if ran or not is_same else None
 
 
 def agree(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
