@@ -30,7 +30,7 @@ from esper.runs.compare import compare_runs
 from esper.runs.events import _MODULES, fields_of
 from esper.runs.folder import CONFIG, EVENTS, RunError
 from esper.runs.report import write_run_report
-from esper.runs.tables import query
+from esper.runs.tables import events_table, query
 from tests.runs.made import made_growth
 
 WRONG: list[Any] = [None, "", -1, 0, 1e308, 10**30, True, "nan", "x", [], {}, [1], {"a": 1}, [{"a": "b"}], -5.5, "<b>", [[[]]], "2026"]
@@ -153,6 +153,22 @@ def test_a_lost_field_does_not_stop_a_query(tmp_path: Path) -> None:
     for seed in range(10):
         (folder / EVENTS).write_text("".join(damaged(whole, random.Random(seed))[0]))
         assert query("select count(*) from runs", [folder]).rows == [(1,)]
+
+
+def test_a_line_without_one_of_its_fields_is_in_no_table_of_events(tmp_path: Path) -> None:
+    folder = made_growth(tmp_path / "run", [1.0, 0.5, 0.25])
+    lines = (folder / EVENTS).read_text().splitlines(keepends=True)
+    number = next(number for number, line in enumerate(lines) if '"epoch":2,' in line)
+    lines[number] = lines[number].replace('"train_loss"', '"lost"')
+    (folder / EVENTS).write_text("".join(lines))
+    run = open_run(folder)
+    table = events_table([folder], "epoch_ended")
+    epochs = [row[list(table.columns).index("epoch")] for row in table.rows]
+    assert epochs == [event["epoch"] for event in run.index.events("epoch_ended")] == [1, 3]
+    assert (run.index.skipped, table.columns["train_loss"], "lost" in table.columns) == (1, "DOUBLE", False)
+    pytest.importorskip("duckdb")
+    assert query("select epoch, train_loss + 0 from epoch_ended", [folder]).rows == [(1, 1.0), (3, 0.25)]
+    assert query("select count(*) from events where kind = 'epoch_ended'", [folder]).rows == [(2,)]
 
 
 def test_lines_that_do_not_fit_are_counted_where_the_run_is_shown(tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ class Run:
     def touched(self) -> float:
         """Return when its process, or that of its twin, last gave a sign of life, in unix seconds."""
         try:
-            own = os.stat(self.folder / EVENTS).st_mtime
+            own = os.stat(self.folder / EVENTS).st_mtime_ns / 1e9
         except OSError:
             return 0.0
         return own if self.twin is None else max(own, self.twin.touched())

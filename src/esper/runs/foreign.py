@@ -16,6 +16,7 @@ import msgspec
 _SPACES = re.compile(r"[\n\t\r\x0b\x0c\x85\u2028\u2029]+")
 # Control characters of both kinds, marks that change the direction of writing, and bytes that are not UTF-8.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_USUAL = bytes(byte for byte in range(0x20, 0x100) if byte not in b"\\\x7f\xc2\xe2")
 _IN_JSON = re.compile(rb"\\[ubfnrt]|[\x00-\x08\x0b-\x1f\x7f\xc2\xe2]")  # bytes without which a line of JSON has no such character
 
 
@@ -46,7 +47,9 @@ def clean_values(value: Any) -> Any:
 
 def clean_line(line: bytes) -> bytes:
     """Return a line of JSON in which all texts and names are clean; the line itself if it is no JSON."""
-    if not _IN_JSON.search(line.removesuffix(b"\n")):
+    line_end = b"\n" if line.endswith(b"\n") else b""
+    unusual = line.translate(None, _USUAL)  # ten times as fast as the search
+    if unusual in (b"", line_end) or not _IN_JSON.search(line.removesuffix(line_end)):
         return line
     try:
         return msgspec.json.encode(clean_values(msgspec.json.decode(line))) + b"\n"

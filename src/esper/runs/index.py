@@ -569,15 +569,3 @@ def chosen_points(values: np.ndarray, most: int) -> np.ndarray:
 def without_stamp(event: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of an event without its kind, run, rank, host and time."""
     return {name: value for name, value in event.items() if name not in _STAMP or name == "step"}
-
-
-def lines_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a log as dicts, one after another, without an index. Lines that cannot be read are left out."""
-    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
-    with open_in_run(path) as file:
-        for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
-            if line.endswith(b"\n"):
-                try:
-                    yield decoder.decode(clean_line(line))
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                    continue

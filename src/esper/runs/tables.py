@@ -25,8 +25,7 @@ from esper.jit import no_garbage_collection
 from esper.runs.analysis import ledger_of
 from esper.runs.catalog import Run, open_run
 from esper.runs.compare import expand, seed_of, settings_read, short_names
-from esper.runs.folder import EVENTS, RunError
-from esper.runs.index import lines_of
+from esper.runs.folder import RunError
 
 PLACE = ("run", "step", "time", "rank", "env")  # first columns of the table of a kind of event
 _NOT_FINITE = frozenset({"nan", "inf", "-inf"})  # texts that stand for numbers
@@ -107,18 +106,7 @@ def _check_kind(kind: str, runs: Sequence[NamedRun]) -> None:
 
 def _tables_of(runs: Sequence[NamedRun], kinds: set[str]) -> dict[str, Table]:
     """Return a table for each of the kinds of events that the runs have."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for name, run in runs:
-        if kinds & run.index.kinds.keys():
-            for event in _events_of(run):
-                kind = event.get("kind")
-                if kind in kinds:
-                    found.setdefault(str(kind), []).append({**event, "run": name})
-    return {kind: _table_of(events) for kind, events in found.items()}
-
-
-def _events_of(run: Run) -> Iterator[dict[str, Any]]:
-    return (event for event in lines_of(run.folder / EVENTS) if isinstance(event, dict))
+    return {kind: _table_of([{**event, "run": name} for name, run in runs for event in run.index.events(kind)]) for kind in kinds}
 
 
 def _table_of(events: list[dict[str, Any]]) -> Table:
@@ -248,7 +236,11 @@ def _create_tables(database: Any, sql: str, runs: Sequence[NamedRun]) -> list[st
 
 def _all_events(runs: Sequence[NamedRun]) -> Table:
     columns = {"run": "VARCHAR", "kind": "VARCHAR", "step": "BIGINT", "time": "DOUBLE", "rank": "BIGINT", "env": "BIGINT", "event": "JSON"}
-    rows = [(name, *(event.get(key) for key in list(columns)[1:-1]), event) for name, run in runs for event in _events_of(run)]
+    rows = [
+        (name, *(event.get(key) for key in list(columns)[1:-1]), event)
+        for name, run in runs
+        for event in run.index.in_order(run.index.kinds)
+    ]
     return Table(columns, rows)
 
 
