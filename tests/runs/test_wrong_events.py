@@ -23,10 +23,12 @@ from esper.growth.lifecycle.stages import Stage
 from esper.growth.report.html import write_report
 from esper.league.config import ArenaTrainConfig
 from esper.rl import TrainConfig
+from esper.rl.events import Calibration
 from esper.runs import Event, EventError, EventLog
 from esper.runs.cards import write_card
 from esper.runs.catalog import find_runs, open_run
 from esper.runs.compare import compare_runs
+from esper.runs.controller_story import joined_calibration
 from esper.runs.events import _MODULES, fields_of
 from esper.runs.folder import CONFIG, EVENTS, RunError
 from esper.runs.report import write_run_report
@@ -153,6 +155,20 @@ def test_a_lost_field_does_not_stop_a_query(tmp_path: Path) -> None:
     for seed in range(10):
         (folder / EVENTS).write_text("".join(damaged(whole, random.Random(seed))[0]))
         assert query("select count(*) from runs", [folder]).rows == [(1,)]
+
+
+@pytest.mark.parametrize("wrong", [{"high": [0.5]}, {"predicted": []}, {"steps": [-9, 10]}])
+def test_a_calibration_whose_bins_are_not_whole_is_left_out(wrong: dict[str, Any], tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", "ppo")
+    event = Calibration(step=1, predicted=[0.1, 0.2], achieved=[0.1, 0.2], low=[0.0, 0.1], high=[0.3, 0.4], steps=[3, 4])
+    line = {"time": 1.0, "run": "run", "rank": 0, "step": 1, **msgspec.to_builtins(event)}
+    with (folder / EVENTS).open("a") as file:
+        file.write(json.dumps(line) + "\n" + json.dumps(line | wrong) + "\n")
+    run = open_run(folder, cache=tmp_path / "cache")
+    calibration = joined_calibration(run)
+    assert calibration is not None
+    assert (calibration["updates"], run.index.skipped) == (2, 1)
+    write_run_report(folder)
 
 
 def test_a_line_without_one_of_its_fields_is_in_no_table_of_events(tmp_path: Path) -> None:

@@ -66,6 +66,10 @@ class Calibration(Event, tag="calibration"):
     high: list[float]
     steps: list[int]
 
+    def __post_init__(self) -> None:
+        if {len(self.achieved), len(self.low), len(self.high), len(self.steps)} != {len(self.predicted)} or min(self.steps, default=1) < 1:
+            raise ValueError("every bin has a prediction, a return, an interval and at least one step")
+
 
 class GradientNorms(Event, tag="gradient_norms"):
     """L2 norms of the gradients of the last minibatch, before clipping, by part of the policy."""
