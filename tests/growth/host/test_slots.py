@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -554,3 +555,43 @@ def test_the_description_shows_slots_with_their_places_and_costs() -> None:
     assert f"{parameters} · 73.7k" in lines["conv 8×8×8"]
     assert max(map(len, lines.values())) <= 140
     assert run(slotted, RESNET.batch())
+
+
+# What idle slots cost
+
+
+def python_calls(model: nn.Module, batch: Tensor) -> int:
+    """Count the calls of Python functions in one forward pass."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        model(batch)
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+class Adding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + cast(Tensor, self.layer(x))
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_an_idle_slot_costs_one_call_of_python_and_the_whole_model_five(has_gradient: bool) -> None:
+    blocks, batch = 20, torch.zeros(2, 8)
+    plain, model = (nn.Sequential(*(Adding() for _ in range(blocks)), nn.Linear(8, 2)) for _ in range(2))
+    slotted = add_slots(model, batch, slots=[str(number) for number in range(blocks)])
+    assert all(slot.is_idle for slot in slotted.slots.values())
+    with torch.set_grad_enabled(has_gradient):
+        more = python_calls(model, batch) - python_calls(plain, batch)
+    assert blocks <= more <= blocks + 5
