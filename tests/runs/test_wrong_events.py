@@ -23,12 +23,10 @@ from esper.growth.lifecycle.stages import Stage
 from esper.growth.report.html import write_report
 from esper.league.config import ArenaTrainConfig
 from esper.rl import TrainConfig
-from esper.rl.events import Calibration
 from esper.runs import Event, EventError, EventLog
 from esper.runs.cards import write_card
 from esper.runs.catalog import find_runs, open_run
 from esper.runs.compare import compare_runs
-from esper.runs.controller_story import joined_calibration
 from esper.runs.events import _MODULES, fields_of
 from esper.runs.folder import CONFIG, EVENTS, RunError
 from esper.runs.report import write_run_report
@@ -157,18 +155,30 @@ def test_a_lost_field_does_not_stop_a_query(tmp_path: Path) -> None:
         assert query("select count(*) from runs", [folder]).rows == [(1,)]
 
 
-@pytest.mark.parametrize("wrong", [{"high": [0.5]}, {"predicted": []}, {"steps": [-9, 10]}])
-def test_a_calibration_whose_bins_are_not_whole_is_left_out(wrong: dict[str, Any], tmp_path: Path) -> None:
-    folder = made(tmp_path / "run", "ppo")
-    event = Calibration(step=1, predicted=[0.1, 0.2], achieved=[0.1, 0.2], low=[0.0, 0.1], high=[0.3, 0.4], steps=[3, 4])
-    line = {"time": 1.0, "run": "run", "rank": 0, "step": 1, **msgspec.to_builtins(event)}
-    with (folder / EVENTS).open("a") as file:
-        file.write(json.dumps(line) + "\n" + json.dumps(line | wrong) + "\n")
-    run = open_run(folder, cache=tmp_path / "cache")
-    calibration = joined_calibration(run)
-    assert calibration is not None
-    assert (calibration["updates"], run.index.skipped) == (2, 1)
-    write_run_report(folder)
+WRONG_FIELDS: list[tuple[str, dict[str, Any]]] = [
+    ("calibration", {"high": [0.5]}),  # with bins that are not whole
+    ("calibration", {"predicted": []}),
+    ("calibration", {"steps": [-9]}),
+    ("calibration", {"low": [-1e308], "high": [1e308], "achieved": [1e308], "predicted": [1e308], "steps": [99]}),
+    ("round_fought", {"results": {"a": [-1, 0, 0]}}),
+    ("league_changed", {"ratings": {"a": ["nan", "nan"], "b": [1.0, "nan"]}}),
+    ("league_changed", {"against": {"a": [3, -1, 0]}}),
+]
+
+
+@pytest.mark.parametrize(("kind", "wrong"), WRONG_FIELDS)
+def test_numbers_that_cannot_be_do_not_stop_a_page(kind: str, wrong: dict[str, Any], tmp_path: Path) -> None:
+    folder = made(tmp_path / "runs" / "arena", "arena")
+    lines = (folder / EVENTS).read_text().splitlines(keepends=True)
+    line = next(line for line in lines if json.loads(line)["kind"] == kind)
+    (folder / EVENTS).write_text("".join([*lines, json.dumps(json.loads(line) | wrong) + "\n"]))
+    for _, show in show_all(folder.parent, folder, tmp_path / "cache"):
+        show()
+    watcher = Watcher(folder, cache=tmp_path / "cache")
+    watcher.refresh()
+    page = watcher.page(name := name_in_address(folder))
+    assert page is not None
+    watcher.series(name, [*page["series"], *page["computed"]], {}, None)
 
 
 def test_a_line_without_one_of_its_fields_is_in_no_table_of_events(tmp_path: Path) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from esper.runs import Event
 from esper.runs.events import battle_numbers
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class RoundFought(Event, tag="round_fought"):
@@ -17,7 +21,7 @@ class RoundFought(Event, tag="round_fought"):
     """
 
     update: int
-    results: dict[str, tuple[int, int, int]]  # opponent -> won, drawn, lost
+    results: dict[str, tuple[Count, Count, Count]]  # opponent -> won, drawn, lost
     opponents: list[str]  # past selves in the opponent slots
     team: int  # largest team size of battles that begin now
     overflow: int  # shots since the last event that were lost because no projectile slot was free
@@ -36,7 +40,7 @@ class LeagueChanged(Event, tag="league_changed"):
     is_promoted: bool
     reason: str
     retired: list[str]
-    against: dict[str, tuple[int, int, int]]  # opponent -> won, drawn, lost
+    against: dict[str, tuple[Count, Count, Count]]  # opponent -> won, drawn, lost
     ratings: dict[str, tuple[float, float]] = {}  # player -> mean and standard deviation of its strength; empty without ratings
     anchors: list[str] = []  # bots of the league, which do not change
 

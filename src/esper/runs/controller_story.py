@@ -153,6 +153,8 @@ def joined_calibration(run: Run) -> dict[str, Any] | None:
     for rows_of_bin in filter(None, bins):
         steps = sum(row[3] for row in rows_of_bin)
         predicted, achieved = (sum(row[column] * row[3] for row in rows_of_bin) / steps for column in (0, 1))
-        half = math.sqrt(sum((row[2] * row[3]) ** 2 for row in rows_of_bin)) / steps  # updates are independent samples
-        points.append({"predicted": predicted, "achieved": achieved, "low": achieved - half, "high": achieved + half, "steps": steps})
-    return {"updates": len(events), "points": points}
+        half = math.hypot(*(row[2] * row[3] for row in rows_of_bin)) / steps  # updates are independent samples
+        point = {"predicted": predicted, "achieved": achieved, "low": achieved - half, "high": achieved + half}
+        if all(map(math.isfinite, point.values())):  # numbers of a damaged log may be too large to be added
+            points.append({**point, "steps": steps})
+    return {"updates": len(events), "points": points} if points else None

@@ -53,7 +53,7 @@ def _row(name: str, results: list[int], rating: list[float] | None, is_anchor: b
     won, drawn, lost = results
     interval = wilson_interval(won + drawn / 2, sum(results)) if sum(results) else None
     rate, low, high = (None, None, None) if interval is None else (interval.estimate, interval.low, interval.high)
-    mean, spread = (None, None) if rating is None else rating
+    mean, spread = (None, None) if rating is None or not all(map(math.isfinite, rating)) else rating
     return OpponentRow(name, won, drawn, lost, rate, low, high, mean, spread, is_anchor)
 
 
