@@ -9,9 +9,10 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, gelu
+from torch.nn.functional import cross_entropy, dropout, gelu, scaled_dot_product_attention
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from esper.growth import add_slots
 from esper.growth.host.find_units import find_units
@@ -474,3 +475,84 @@ def test_new_heads_look_at_no_later_position_and_decode_from_the_cache_as_in_a_f
     widened.fold()
     assert error(host(tokens), full) < 1e-12
     assert error(decoded(), full) < 1e-12
+
+
+class DrawingBlock(nn.Module):
+    """A block of BERT: attention by torch's function or by hand, and dropouts that are functions, before norms."""
+
+    def __init__(self, width: int, *, heads: int, by_hand: bool) -> None:
+        super().__init__()
+        self.attention, self.norm1, self.norm2 = DrawingAttention(width, heads, by_hand=by_hand), nn.LayerNorm(width), nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + dropout(self.attention(x), 0.3, self.training))
+        hidden = dropout(gelu(self.up(x)), p=0.3, training=self.training)
+        result: Tensor = self.norm2(x + self.down(hidden))
+        return result
+
+
+class DrawingAttention(nn.Module):
+    def __init__(self, width: int, heads: int, *, by_hand: bool) -> None:
+        super().__init__()
+        self.size, self.by_hand = width // heads, by_hand
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (layer(x).view(*x.shape[:2], -1, self.size).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        if self.by_hand:
+            weights = dropout((query @ key.transpose(2, 3) / self.size**0.5).softmax(-1), p=0.3, training=self.training)
+            mixed = weights @ value
+        else:
+            mixed = scaled_dot_product_attention(query, key, value, dropout_p=0.3 if self.training else 0.0)
+        result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return result
+
+
+class DrawingBert(nn.Module):
+    def __init__(self, *, by_hand: bool, is_checkpointed: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(20, 12)
+        self.blocks = nn.ModuleList(DrawingBlock(12, heads=3, by_hand=by_hand) for _ in range(2))
+        self.head, self.is_checkpointed = nn.Linear(12, 4), is_checkpointed
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
+        result: Tensor = self.head(x)
+        return result
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("by_hand", [False, True], ids=["torch's attention", "attention by hand"])
+def test_new_units_draw_no_random_numbers_of_the_host(by_hand: bool, is_checkpointed: bool) -> None:
+    """In training mode, outputs and gradients of the host are those without the seeds, as long as these change nothing."""
+    torch.manual_seed(0)
+    host = DrawingBert(by_hand=by_hand, is_checkpointed=is_checkpointed).train()
+    ids = torch.randint(20, (3, 7))
+
+    def step() -> list[Tensor]:
+        torch.manual_seed(1)
+        output = host(ids)
+        return [output.detach(), *torch.autograd.grad(output.square().sum(), list(host.parameters())), torch.rand(3)]
+
+    before = step()
+    slotted = add_slots(host, ids, slots=["blocks.0.attention.value", "blocks.1.up", "blocks.1.attention.query"])
+    assert all(torch.equal(one, other) for one, other in zip(before, step(), strict=True))  # idle
+    for count, name in enumerate(slotted.slots):
+        for alpha in (0.0, 1.0):  # the host reads the new units by weights of zero
+            slotted.slot(name).plant(slotted.new_seed(name, "widen_100", random_seed=1), connected=True)
+            slotted.slot(name).alpha = alpha
+            for one, other in zip(before, step(), strict=True):
+                assert torch.allclose(one, other, rtol=1e-5, atol=1e-6), (count, name)
+    seeds = [slot.seed for slot in slotted.slots.values() if slot.seed is not None]
+    with_random_weights(*(seed for seed in seeds if isinstance(seed, WidthSeed)))
+    after = step()
+    assert torch.equal(after[-1], before[-1])  # the same numbers are left
+    assert not torch.allclose(after[0], before[0], rtol=1e-3)
+    assert all(bool(gradient.any()) for gradient in torch.autograd.grad(host(ids).square().sum(), list(seeds[0].parameters())))
+    for slot in slotted.slots.values():
+        slot.plant(None)
+    assert all(torch.equal(one, other) for one, other in zip(before, step(), strict=True))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in host.modules())

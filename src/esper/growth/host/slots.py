@@ -18,7 +18,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from esper.growth.host.layout import Place
+from esper.growth.host.own_draws import SplitDraws
 from esper.growth.seeds.seed import Seed
 from esper.torch_internals import version_of
 
@@ -103,8 +104,10 @@ class WidePatch(ForwardPatch):
     Entries of `seeds` are a `WidthSeed`, and its plan and weights for this module; `esper.growth.seeds.width` has what is computed.
     """
 
-    def __init__(self, *, is_fused: bool = False) -> None:
+    def __init__(self, *, is_fused: bool = False, drawn_in: nn.Module | None = None) -> None:
         self.seeds: list[tuple[Any, Any, Any]] = []  # in the order of their units
+        self._drawn_in = drawn_in  # the module that contains all that the new units go through; only of their first producer
+        self._draws: SplitDraws | None = None
         self._is_fused = is_fused  # a module around it computes it by a fused kernel in eval mode, unless it has a hook
         self._handle: RemovableHandle | None = None  # of that hook
 
@@ -119,9 +122,19 @@ class WidePatch(ForwardPatch):
         elif self._handle is not None and not self.seeds:
             self._handle.remove()
             self._handle = None
+        # With other seeds, functions of the host may draw for new units where they did not before.
+        self._end_draws()
+        if self._drawn_in is not None and self.seeds:
+            self._draws = SplitDraws(self._drawn_in)
+
+    def _end_draws(self) -> None:
+        if self._draws is not None:
+            self._draws.remove()
+            self._draws = None
 
     def detach(self) -> None:
         super().detach()
+        self._end_draws()
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -132,7 +145,11 @@ class WidePatch(ForwardPatch):
         return getattr(self.inner, "__func__", None) is not type(self.module).forward
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        return self.seeds[0][0].pass_through(self, *arguments) if self.seeds else self.inner(*arguments, **named)
+        if not self.seeds:
+            return self.inner(*arguments, **named)
+        if self._draws is not None:
+            self._draws.check()
+        return self.seeds[0][0].pass_through(self, *arguments)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out candidates of a probe, which change no output."""

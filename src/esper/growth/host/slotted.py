@@ -52,7 +52,7 @@ from esper.growth.host.slots import (
     tensors_in,
 )
 from esper.growth.host.state_dict import CheckStructure, agree, as_model_takes_it, attach, build_seed, find_homes, free_home, specs_in
-from esper.growth.host.units import modules_of, with_units
+from esper.growth.host.units import around_all, modules_of, with_units
 from esper.growth.seeds.blueprints import KINDS, blueprints_for, blueprints_of, cost_of, get_blueprint, reason_against, widened_by
 from esper.growth.seeds.folding import check_trained, fold as fold_seeds
 from esper.growth.seeds.seed import SPEC_KEY, Blending, Seed, SeedSpec
@@ -114,7 +114,10 @@ class Slotted(Displayed):
         self.model, self.host, self.discovery, self.example_input = model, host, discovery, example_input
         touched = {part for name in names for units in discovery.places[name].chain for part in modules_of(units)}
         fused = {name for name in touched if name in discovery.places and discovery.places[name].is_fused}
-        self.wide = {name: WidePatch(is_fused=name in fused) for name in touched}  # patches of the modules that new units pass through
+        drawn_in = {units.name: around_all(modules_of(units)) for name in names for units in discovery.places[name].chain}
+        within = {name: host.get_submodule(drawn_in[name]) for name in drawn_in}
+        # Patches of the modules that new units pass through.
+        self.wide = {name: WidePatch(is_fused=name in fused, drawn_in=within.get(name)) for name in touched}
         self.slots = {name: Slot(discovery.places[name], self.wide) for name in names}
         modules = {name: host.get_submodule(name) for name in names}
         # Patches of the modules with slots that hold seeds of an earlier training.

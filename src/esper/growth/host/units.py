@@ -11,6 +11,7 @@ that read them; `find_units` finds them. Modules on the way play one of these pa
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -173,6 +174,16 @@ def chains(units: Sequence[Units]) -> list[tuple[Units, ...]]:
 def modules_of(units: Units) -> tuple[str, ...]:
     """Return all modules that get weights for new units."""
     return (*units.producers, *units.own, *(reader.name for reader in units.readers))
+
+
+def around_all(names: Sequence[str]) -> str:
+    """Return the name of the smallest module that contains all these; "" is the host.
+
+    >>> around_all(["blocks.1.attention.query", "blocks.1.attention.out"])
+    'blocks.1.attention'
+    """
+    paths = [name.split(".")[:-1] for name in names]
+    return ".".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
 
 
 def with_units(discovery: Discovery, units: Sequence[Units], refusals: Sequence[Refusal]) -> Discovery:
