@@ -5,13 +5,14 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("gymnasium")
 from gymnasium.vector import AutoresetMode
 
 from esper.arena.config import ArenaConfig, ArenaRewardConfig
 from esper.arena.env import ArenaEnv
-from esper.vecenv.gymnasium import ToGymnasium
+from esper.vecenv.gymnasium import ToGymnasium, from_gymnasium
 from tests.arena.worlds import doom
 
 TINY = ArenaConfig(battles=2, team_size=2, size=16, maps=2, seconds=1.0, contacts=2, allies=1)
@@ -47,13 +48,21 @@ def test_sampled_actions_are_taken(view):
 @pytest.mark.parametrize("pays_dead", [True, False])
 def test_the_dead_are_marked_until_their_next_battle(pays_dead):
     """If they are paid, their steps are valid but they do not act; otherwise their steps are not valid."""
-    view = ToGymnasium(ArenaEnv(msgspec.structs.replace(TINY, reward=ArenaRewardConfig(pays_dead=pays_dead))))
+    arena = msgspec.structs.replace(TINY, reward=ArenaRewardConfig(pays_dead=pays_dead))
+    view = ToGymnasium(ArenaEnv(arena))
+    around = from_gymnasium(ToGymnasium(inner := ArenaEnv(arena)))
     view.reset(seed=0)
-    doom(view.vec_env.arena, unit=1)  # in both battles
+    around.reset(seed=0)
+    for battles in (view.vec_env.arena, inner.arena):
+        doom(battles, unit=1)  # in both battles
     actions = {name: np.zeros_like(value) for name, value in view.action_space.sample().items()}  # nobody moves out of it
     ends, valid, acts = [], [], []
     for _ in range(5):  # a battle has four decisions
         _, _, terminated, truncated, infos = view.step(actions)
+        step = around.step({name: torch.from_numpy(value) for name, value in actions.items()})
+        assert (step.valid.tolist(), step.acts.tolist()) == (infos["valid"].tolist(), infos["acts"].tolist()), (
+            "and so are they on the way back"
+        )
         ends.append(terminated[1])
         valid.append(infos["valid"][1])
         acts.append(infos["acts"][1])

@@ -70,7 +70,9 @@ def run(argv: list[str], prog: str) -> CommandResult:
             standings += _play(scenario, players, battles=arguments.battles, device=device)
     print(_table(standings))
     maps = arguments.battles // 2
-    print(f"score of {arguments.battles} battles against each opponent, draws half [95 % interval over {maps} maps], on {device}")
+    print(
+        f"score of {arguments.battles} battles against each opponent, draws half [95 % interval over {maps} map{'s' * (maps != 1)}], on {device}"
+    )
     return CommandResult({"battles": arguments.battles, "device": str(device), "results": [_as_json(standing) for standing in standings]})
 
 

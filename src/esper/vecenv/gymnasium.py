@@ -10,7 +10,8 @@ Action masks are read from, in this order:
     by head
     `action_mask/<head>` in the infos
     a method `action_masks()` of the environment or of a wrapper, as in sb3-contrib
-Without any of these, all actions are allowed. If heads depend on each other, declare an ActionSpec in `metadata["action_spec"]`.
+Without any of these, all actions are allowed. If heads depend on each other, declare an ActionSpec in `metadata["action_spec"]`. Then the
+infos may also hold `valid` and `acts` as `Timestep` defines them, as those of `ToGymnasium` do.
 
 Shapes: N = parallel environments.
 """
@@ -79,6 +80,7 @@ class GymnasiumEnv:
         self.observation_spec = {part.name: part.spec for part in self._parts}
 
         self.action_spec, self._build_action = _actions(vector_env, self.spaces)
+        self._has_flags = "action_spec" in (vector_env.metadata or {})  # elsewhere these names may mean something else
         self._masks = MaskReader(self.action_spec, self.num_envs, in_obs=masked_in_obs, ask=_mask_method(vector_env))
 
     def reset(self, seed: int | None = None) -> Timestep:
@@ -100,7 +102,8 @@ class GymnasiumEnv:
         truncated = np.array(truncations, dtype=np.bool_)
         obs = self._observe(raw)
         masks = self._masks.read(raw, infos)
-        valid, final_obs = None, None
+        final_obs = None
+        valid, acts = (_flags(infos.get(name)) if self._has_flags else None for name in ("valid", "acts"))
         if self._resetting is not None:  # this step only reset these rows: their action was ignored
             reward[self._resetting] = 0.0
             terminated[self._resetting] = truncated[self._resetting] = False
@@ -118,6 +121,7 @@ class GymnasiumEnv:
             masks,
             final_obs=final_obs,
             valid=valid,
+            acts=acts,
         )
 
     def close(self) -> None:
@@ -185,6 +189,10 @@ class SaveableGymnasiumEnv(GymnasiumEnv):
         self.vector_env.load_state_dict(state["vector_env"])
         resetting = state["resetting"].cpu().numpy().copy()
         self._resetting = resetting if resetting.any() else None
+
+
+def _flags(array: Any) -> torch.Tensor | None:
+    return None if array is None else torch.from_numpy(np.array(array, dtype=np.bool_))
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ class ToGymnasium(VectorEnv[Any, Any, Any]):
 
     `valid` in the infos is false for rows whose action was ignored because they only waited for their next episode. Do not learn from
     those steps. Without `valid`, no action was ignored. `acts` is false for rows whose step was real but whose action had no effect: learn
-    only values from those steps. Without `acts`, all actions had an effect.
+    only values from those steps. Without `acts`, all actions had an effect. `from_gymnasium` reads both.
     """
 
     def __init__(self, vec_env: VecEnv) -> None:
