@@ -70,9 +70,8 @@ def run(argv: list[str], prog: str) -> CommandResult:
             standings += _play(scenario, players, battles=arguments.battles, device=device)
     print(_table(standings))
     maps = arguments.battles // 2
-    print(
-        f"score of {arguments.battles} battles against each opponent, draws half [95 % interval over {maps} map{'s' * (maps != 1)}], on {device}"
-    )
+    over = f"{maps} map{'s' * (maps != 1)}"
+    print(f"score of {arguments.battles} battles against each opponent, draws half [95 % interval over {over}], on {device}")
     return CommandResult({"battles": arguments.battles, "device": str(device), "results": [_as_json(standing) for standing in standings]})
 
 
