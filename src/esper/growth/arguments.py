@@ -76,7 +76,20 @@ def check_fit_together(slotted: object, optimizer: object, config: object) -> tu
                 f"{type(one).__name__} chooses its learning rate itself (lr is None), so that seeds cannot follow it; give it one, with "
                 "relative_step=False for the Adafactor of transformers"
             )
+        if _has_few_bits(one):
+            raise GrowthError(
+                f"{type(one).__name__} keeps its state in 8 bits or fewer, in blocks that cannot get new rows and columns; grow with the "
+                "same optimiser in 32 bits, and go on with this one after bake()"
+            )
     return optimizers
+
+
+def _has_few_bits(optimizer: Optimizer) -> bool:
+    """Return whether an optimiser is one of bitsandbytes or torchao with a quantised state, also before its first step has made one."""
+    bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)
+    tensors = [tensor for state in optimizer.state.values() for tensor in state.values() if isinstance(tensor, torch.Tensor)]
+    is_quantised = any(tensor.dtype in (torch.uint8, torch.int8) and tensor.numel() > 1 for tensor in tensors)
+    return is_quantised or bits == 8 or any(word in type(optimizer).__name__.lower() for word in ("8bit", "4bit", "fp8"))
 
 
 def check_grown_are_trained(slotted: Slotted, optimizers: Sequence[Optimizer], options: Mapping[str, Sequence[Option]]) -> None:

@@ -49,7 +49,7 @@ from esper.growth.arguments import check_alphas, check_fit_together, check_grown
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.controllers.baselines import with_settings
 from esper.growth.events import BestRestored, EpochEnded, Folded
-from esper.growth.host.averages import growing_averages
+from esper.growth.host.averages import growing_averages, load_averages
 from esper.growth.host.isolation import unwrap
 from esper.growth.host.slotted import Slotted
 from esper.growth.host.units import layer_of, part_of
@@ -548,7 +548,7 @@ class Grower:
     def save(self, folder: Path | str) -> None:
         """Write a checkpoint into the folder; call it between two steps. The last three checkpoints are kept.
 
-        A checkpoint holds the host, the seeds, all optimisers, the loss scale, the schedule, the stages, the ledger and the best states.
+        A checkpoint holds host, seeds, optimisers, averages, the loss scale, the schedule, the stages, the ledger and the best states.
         The training loop has to save its position in the data and its random states itself.
         """
         step = self.epoch * STEPS_PER_EPOCH + self.history.steps
@@ -569,6 +569,7 @@ class Grower:
             "probe": {"steps": self._steps.steps, "length": self._steps.steps_before, "probe": self._steps.prober.state_dict()},
             "measurement": self._measurement.state_dict(),
             "shadow": self._steps.shadow.state_dict(),
+            "averages": [one.average.state_dict() for one in self._averages],
             **({} if self.telemetry is None else {"telemetry": self.telemetry.state_dict()}),
         }
 
@@ -594,7 +595,6 @@ class Grower:
             self.telemetry.load_state_dict(state["telemetry"])
         self._steps.prober.load_state_dict(state["probe"]["probe"])
         self._steps.steps, self._steps.steps_before = state["probe"]["steps"], state["probe"]["length"]
-        for average in self._averages:
-            average.follow()
+        load_averages(self._averages, state["averages"])
         self._steps.note_seeds()
         self._steps.prepare()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,3 +133,35 @@ def test_what_is_no_average_of_the_model_is_refused_before_anything_changes() ->
         with pytest.raises(GrowthError, match=message):
             Grower(slotted, sgd(host), averages=[AveragedModel(make_host(), use_buffers=True), wrong])
     Grower(slotted, sgd(host))
+
+
+@pytest.mark.parametrize("kind", ["torch", "timm"])
+def test_an_average_is_saved_and_resumed_with_the_grower(kind: str, tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, Grower]:
+        torch.manual_seed(0)
+        host = make_host(dropout=0.0, norm=False)
+        average, optimizer = average_of(kind, host), sgd(host)
+        slotted = add_slots(host, X, slots=["first", "second"])
+        return host, average, optimizer, Grower(slotted, optimizer, controller=GROWN, config=config(), averages=[average])
+
+    def train(host: nn.Module, average: nn.Module, optimizer: torch.optim.Optimizer, grower: Grower) -> None:
+        for _ in range(2):
+            step(host, optimizer, grower)
+            update(average, host)
+
+    host, average, optimizer, grower = make()
+    train(host, average, optimizer, grower)
+    grower.save(tmp_path)
+    train(host, average, optimizer, grower)
+    resumed = make()
+    resumed[-1].load(tmp_path)
+    assert not torch.allclose(outputs(resumed[1]), outputs(resumed[0]), atol=1e-4), "it lags behind"
+    train(*resumed)
+    assert torch.equal(outputs(resumed[1]), outputs(average))
+    assert {name: one.tolist() for name, one in resumed[1].state_dict().items()} == {
+        name: one.tolist() for name, one in average.state_dict().items()
+    }
+    other = make_host(dropout=0.0, norm=False)
+    without = Grower(add_slots(other, X, slots=["first", "second"]), sgd(other), controller=GROWN, config=config())
+    with pytest.raises(GrowthError, match="the saved state has 1 averages, and this grower 0; pass the same"):
+        without.load(tmp_path)

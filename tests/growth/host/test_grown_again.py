@@ -152,3 +152,24 @@ def test_a_widened_encoder_layer_is_baked_without_folding() -> None:
     slotted.slot("0").is_kept = True
     expected = run(slotted, x)
     assert agree(run(slotted.bake(fold=False), x), expected)
+
+
+@pytest.mark.parametrize("blueprint", ["mlp", "widen_50"])
+@pytest.mark.parametrize("way", ["same", "loaded", "copied"])
+def test_a_model_with_a_width_seed_that_was_not_folded_grows_again(way: str, blueprint: str, tmp_path: Path) -> None:
+    path, make = tmp_path / "model.safetensors", lambda: make_host(dropout=0.0).eval()
+    model: nn.Module = make()
+    for again in ("widen_100", blueprint):
+        slotted = add_slots(model, X, slots=["second"])
+        before = run(slotted, X)
+        seed = germinate(slotted, "second", again)
+        assert agree(run(slotted, X), before)
+        perturb(seed)
+        slotted.slot("second").is_kept = True
+        expected = run(slotted, X)
+        assert not agree(before, expected)
+        model = slotted.bake(fold=False)
+        assert agree(run(model, X), expected)
+        loaded = check_saved(model, make(), X, expected, path)
+        model = {"same": model, "loaded": loaded, "copied": copy.deepcopy(model)}[way]
+    assert agree(run(model, X), expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -272,6 +273,47 @@ def test_an_optimiser_that_chooses_its_learning_rate_is_refused() -> None:
     optimizer.param_groups[0]["lr"] = None
     with pytest.raises(GrowthError, match="chooses its learning rate itself"):
         Grower(add_slots(host, torch.randn(2, 6)), optimizer)
+
+
+class AdamW8bit(AdamW):
+    """Named as that of bitsandbytes."""
+
+
+class Quantised(AdamW):
+    """Holds what bitsandbytes holds after a step: numbers of 8 bits, and a scale for each block of them."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {"state1": torch.zeros(parameter.shape, dtype=torch.uint8), "absmax1": torch.zeros(3)}
+
+
+def of_bitsandbytes(model: nn.Module) -> AdamW:
+    """Return an optimiser with the settings of bitsandbytes."""
+    optimizer = AdamW(model.parameters())
+    optimizer.args = SimpleNamespace(optim_bits=8)  # type: ignore[attr-defined]
+    return optimizer
+
+
+EIGHT_BITS: list[Callable[[nn.Module], AdamW]] = [
+    lambda model: AdamW8bit(model.parameters()),
+    lambda model: Quantised(model.parameters()),
+    of_bitsandbytes,
+]
+
+
+@pytest.mark.parametrize("make", EIGHT_BITS, ids=["by name", "by state", "by settings"])
+def test_optimisers_of_8_bits_are_refused_in_words(make: Callable[[nn.Module], AdamW]) -> None:
+    host = make_host()
+    optimizer = make(host)
+    if isinstance(optimizer, Quantised):
+        optimizer.step()
+    before = dict(vars(host))
+    slotted = add_slots(host, torch.randn(2, 6))
+    with pytest.raises(GrowthError, match=r"keeps its state in 8 bits or fewer, .*; grow with the same optimiser in 32 bits"):
+        Grower(slotted, optimizer)
+    slotted.remove()
+    assert dict(vars(host)) == before
 
 
 @pytest.mark.slow

@@ -184,6 +184,15 @@ def _copy_in(average: object, host: nn.Module) -> nn.Module:
     )
 
 
+def load_averages(averages: Sequence[GrowingAverage], states: Sequence[dict[str, Any]]) -> None:
+    """Restore the weights and counts of averages, after the slots of the model were restored. Raise a GrowthError if they are others."""
+    if len(averages) != len(states):
+        raise GrowthError(f"the saved state has {len(states)} averages, and this grower {len(averages)}; pass the same averages=[...]")
+    for average, state in zip(averages, states, strict=True):
+        average.follow()
+        average.average.load_state_dict(state)
+
+
 def growing_averages(averages: Sequence[nn.Module], slotted: Slotted) -> list[GrowingAverage]:
     """Give slots to all averages, after all are checked."""
     for average in averages:

@@ -5,7 +5,7 @@
 - A factored second moment, as Adafactor keeps it for rows and columns, is multiplied out, changed like a tensor of the parameter's shape,
   and factored again.
 - Scalars, such as the number of steps, are kept.
-- With any other state, such as that of 8-bit optimisers, the state of this parameter begins anew, and a warning says so.
+- With any other state, the state of this parameter begins anew, and a warning says so. A `Grower` refuses optimisers of 8 bits.
 
 Elementwise optimisers (SGD, Adam, Adagrad, ...) go on exactly as host and seed would have, if alpha is 1 and the seed is as old as the
 optimiser's state. A younger seed has another bias correction: its moments are converted so that the next step is the same, and the
