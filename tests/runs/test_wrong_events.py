@@ -150,6 +150,9 @@ def test_a_lost_field_does_not_stop_a_query(tmp_path: Path) -> None:
     pytest.importorskip("duckdb")
     folder = made(tmp_path / "run", "growth")
     whole = (folder / EVENTS).read_text().splitlines(keepends=True)
+    for where in ("env", "rank", "step"):
+        (folder / EVENTS).write_text("".join([*whole, json.dumps(json.loads(whole[-1]) | {where: 10**30}) + "\n"]))
+        assert query("select count(*) from events", [folder]).rows == [(len(whole),)]
     for seed in range(10):
         (folder / EVENTS).write_text("".join(damaged(whole, random.Random(seed))[0]))
         assert query("select count(*) from runs", [folder]).rows == [(1,)]

@@ -25,6 +25,7 @@ from esper.runs.foreign import clean, clean_line
 SCHEMA = 1  # version of the lines; files with a higher one are refused
 MAX_LINE_BYTES = 64 * 1024
 MAX_TIME = 1e11  # unix seconds; a thousand years from now
+MAX_STEP = 2**53  # what a float holds exactly
 WHERE = ("env", "step", "epoch", "number")  # fields that say where an event happened, and to which seed; they are not plotted
 STAMP = ("kind", "time", "run", "rank")  # keys of a line besides the fields of the event
 
@@ -59,7 +60,9 @@ class Event(msgspec.Struct, metaclass=EventMeta, frozen=True, kw_only=True, tag_
     LampLit(step=3, brightness=0.5, env=7)
     """
 
-    env: int | None = None  # index of the environment, or of the host in a fleet; None if it concerns all
+    env: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)] | None = (
+        None  # index of the environment, or of the host in a fleet; None if it concerns all
+    )
 
     @property
     def kind(self) -> str:
@@ -227,7 +230,7 @@ class Stamp(msgspec.Struct):
     kind: str
     time: Annotated[float, msgspec.Meta(ge=0, le=MAX_TIME)]
     run: str
-    rank: Annotated[int, msgspec.Meta(ge=0)]
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]
     step: Any = None  # a user's event may have a field of this name that is not a number
 
 
@@ -246,6 +249,8 @@ def decode(line: bytes, stamp: Stamp, event_type: type[Event]) -> EventRecord:
     if decoder is None:
         decoder = _event_decoders[event_type] = msgspec.json.Decoder(event_type, strict=False)
     step = stamp.step if isinstance(stamp.step, int) else None
+    if step is not None and abs(step) >= MAX_STEP:
+        raise msgspec.ValidationError(f"no run reaches step {step}")
     return EventRecord(time=stamp.time, run=stamp.run, rank=stamp.rank, event=decoder.decode(line), step=step)
 
 

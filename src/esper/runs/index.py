@@ -31,7 +31,7 @@ import numpy as np
 
 from esper.files import FileError, open_in_run, write_file
 from esper.jit import no_garbage_collection
-from esper.runs.events import MAX_LINE_BYTES, MAX_TIME, EventError, battle_numbers, fields_of
+from esper.runs.events import MAX_LINE_BYTES, MAX_STEP, MAX_TIME, EventError, battle_numbers, fields_of
 from esper.runs.foreign import clean_line
 
 CHUNK = 4 * 2**20  # bytes read at a time
@@ -40,7 +40,6 @@ BULK = 32  # lines of one kind in a row that are worth a reader
 NEWLINE = 10
 _KIND = re.compile(rb'\{"kind":"(\w+)"')
 CACHED_FROM = 4 * 2**20  # bytes of a file whose index is worth keeping
-MAX_STEP = 2**53
 CHECKED = 10_000  # events of a kind that are all checked
 MARK = 4096  # bytes before the end of the indexed part, by which it is recognised
 _FORMAT = 2  # of a kept index
