@@ -1040,3 +1040,146 @@ class Perceiver(nn.Module):
             x = block(x)
         result: Tensor = self.head(x.mean(1))
         return result
+
+
+class Routed(nn.Module):
+    """As in Mixtral: each token goes through two gated experts, which get only the tokens that are sent to them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 3, bias=False)
+        self.experts = nn.ModuleList(GatedFeedforward(width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])  # [B·T, D]
+        shares, chosen = self.router(flat).softmax(-1).topk(2)
+        result = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, rank = (chosen == number).nonzero(as_tuple=True)
+            result = result.index_add(0, token, expert(flat[token]) * shares[token, rank, None])
+        return result.reshape(x.shape)
+
+
+class GatedFeedforward(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(width, 24, bias=False), nn.Linear(width, 24, bias=False), nn.Linear(24, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return result
+
+
+class Mixtral(MixtureGPT):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__(width)
+        for block in self.blocks:
+            block.mlp, block.norm1, block.norm2 = Routed(width), nn.RMSNorm(width), nn.RMSNorm(width)
+
+
+class Mamba(nn.Module):
+    """A residual stream of selective state spaces."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.tokens, self.blocks = nn.Embedding(VOCABULARY, width), nn.ModuleList(StateSpace(width) for _ in range(2))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(x)
+        for block in self.blocks:
+            x = x + block(x)
+        result: Tensor = self.head(self.norm(x))
+        return result
+
+
+class StateSpace(nn.Module):
+    def __init__(self, width: int, states: int = 4) -> None:
+        super().__init__()
+        inner, self.states = 2 * width, states
+        self.norm, self.into, self.out = nn.RMSNorm(width), nn.Linear(width, 2 * inner, bias=False), nn.Linear(inner, width, bias=False)
+        self.conv = nn.Conv1d(inner, inner, 3, padding=2, groups=inner)
+        self.select, self.step = nn.Linear(inner, 2 * states + 1, bias=False), nn.Linear(1, inner)
+        self.log_decay, self.skip = nn.Parameter(torch.zeros(inner, states)), nn.Parameter(torch.ones(inner))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, gate = self.into(self.norm(x)).chunk(2, -1)
+        x = F.silu(self.conv(x.mT)[..., : x.shape[1]].mT)  # [B, T, inner]
+        delta, write, read = self.select(x).split([1, self.states, self.states], -1)
+        delta = F.softplus(self.step(delta))
+        state, outputs = x.new_zeros(len(x), x.shape[-1], self.states), []
+        for t in range(x.shape[1]):
+            decay = torch.exp(-delta[:, t, :, None] * self.log_decay.exp())
+            state = decay * state + (delta * x)[:, t, :, None] * write[:, t, None]
+            outputs.append((state * read[:, t, None]).sum(-1))
+        result: Tensor = self.out((torch.stack(outputs, 1) + self.skip * x) * F.silu(gate))
+        return result
+
+
+class GraphNet(nn.Module):
+    """Messages between the nodes of graphs: features [B, N, D] and edges [B, N, N]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Linear(4, 16), nn.ModuleList(GraphLayer(16) for _ in range(2))
+        self.head = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+
+    def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+        x = self.embed(nodes)
+        for layer in self.layers:
+            x = layer(x, edges)
+        result: Tensor = self.head(x.mean(1))
+        return result
+
+
+class GraphLayer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.message, self.update = (
+            nn.Linear(width, width),
+            nn.Sequential(nn.Linear(2 * width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width)),
+        )
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        received = edges @ self.message(x) / edges.sum(-1, keepdim=True).clamp(min=1)
+        result: Tensor = x + self.update(torch.cat([x, received], -1))
+        return result
+
+
+class TwoTower(nn.Module):
+    """A query and an item are embedded by towers of their own and compared by the cosine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(VOCABULARY, 12)
+        self.query, self.item = (nn.Sequential(nn.Linear(width, 24), nn.ReLU(), nn.Linear(24, 8)) for width in (12, 5))
+
+    def forward(self, words: Tensor, features: Tensor) -> Tensor:
+        return F.cosine_similarity(self.query(self.words(words)), self.item(features))
+
+
+class Generator(nn.Module):
+    """The generator of a GAN: pictures from noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(6, 12 * 4)
+        self.body = nn.Sequential(
+            *(nn.BatchNorm2d(12), nn.ReLU(), nn.ConvTranspose2d(12, 8, 4, 2, 1), nn.BatchNorm2d(8), nn.ReLU()),
+            *(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 3, 4, 2, 1), nn.Tanh()),
+        )
+
+    def forward(self, noise: Tensor) -> Tensor:
+        result: Tensor = self.body(self.project(noise).view(-1, 12, 2, 2))
+        return result
+
+
+class Discriminator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Conv2d(3, 8, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(8, 16, 4, 2, 1), nn.LeakyReLU(0.2)))
+        self.head = nn.Linear(16 * 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.body(x).flatten(1))
+        return result

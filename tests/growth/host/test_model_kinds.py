@@ -14,7 +14,7 @@ import importlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import esper
 from esper.growth import Grower, GrowthConfig, GrowthError, Planned, add_slots
@@ -31,7 +32,8 @@ from esper.growth.host.discover import call
 from esper.growth.host.slots import tensors_in
 from esper.growth.host.slotted import Slotted
 from esper.growth.host.state_dict import agree
-from esper.growth.seeds.blueprints import blueprints_for
+from esper.growth.seeds.blueprints import blueprints_for, get_blueprint
+from esper.growth.seeds.seed import SPEC_KEY
 from esper.growth.seeds.width import WidthSeed
 from tests.growth import hosts
 from tests.growth.builders import QUICK
@@ -57,6 +59,9 @@ class Kind(NamedTuple):
     causal: str | int | None = None  # number or name of the input whose later tokens no earlier output may see
     padded: str | int | None = None  # number or name of the input with padding that no output may see
     needs: tuple[str, ...] = ()  # libraries
+    optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]] | None = None  # None: SGD
+    is_averaged: bool = False  # an average that was made before the slots grows with it
+    is_grown: bool = False  # a seed in width and one in depth were baked into it before
 
     def model(self, seed: int = 0) -> nn.Module:
         """Return the model with weights drawn from `seed`, in eval mode."""
@@ -72,8 +77,19 @@ class Kind(NamedTuple):
         cast = (lambda tensor: tensor.double() if tensor.is_floating_point() else tensor.clone()) if self.is_fused else Tensor.clone
         return mapped(cast, self.example)
 
+    def before(self) -> nn.Module:
+        """Return the model that gets slots."""
+        model = self.model()
+        for is_wide in (True, False) if self.is_grown else ():
+            slotted = add_slots(model, self.batch())
+            name, blueprint = next(one for one in possible_growths(slotted) if (get_blueprint(one[1]).share is not None) == is_wide)
+            perturb(germinate(slotted, name, blueprint))
+            slotted.slot(name).is_kept = True
+            model = slotted.bake()
+        return model
+
     def slotted(self) -> Slotted:
-        return add_slots(self.model(), self.batch(), slots=self.slots)
+        return add_slots(self.before(), self.batch(), slots=self.slots)
 
     def run(self, model: Any, batch: Any = None) -> list[Tensor]:
         with torch.no_grad():
@@ -121,6 +137,15 @@ def channels_last() -> nn.Module:
     return hosts.ResNet().to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices, others = ([one for one in model.parameters() if (one.ndim == 2) is is_matrix] for is_matrix in (True, False))
+    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
+
+
+def sgd(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.01)]
+
+
 OWN_KINDS = {
     "resnet": family("resnet"),
     "bottleneck resnet": family("bottleneck resnet"),
@@ -148,7 +173,7 @@ OWN_KINDS = {
     "t5, shifting labels": Kind(hosts.T5, {"input_ids": tokens(3, 7), "labels": tokens(3, 6, seed=1)}, causal="labels"),
     "transformer encoder": family("encoder", is_fused=True),
     "transformer encoder, time first": Kind(Transposing, numbers(3, 3, 4), is_fused=True),
-    "transformer encoder, padding": Kind(
+    "transformer encoder, nested tensors of padding": Kind(
         hosts.MaskedEncoder, {"tokens": tokens(3, 8), "src_key_padding_mask": MASK == 0}, is_fused=True, padded="tokens"
     ),
     "lstm": Kind(hosts.LSTMTagger, tokens(3, 8), causal=0),
@@ -163,6 +188,17 @@ OWN_KINDS = {
     "siamese": Kind(hosts.Siamese, (numbers(3, 6), numbers(3, 6).flip(0))),
     "tabular, dict output": Kind(hosts.Tabular, {"numbers": numbers(3, 5), "categories": tokens(3, 4)}),
     "tuple output": family("tuple"),
+    "gpt, mixtral": Kind(hosts.Mixtral, tokens(3, 8), causal=0, is_strided=True),
+    "mamba": Kind(hosts.Mamba, tokens(3, 8), causal=0),
+    "graph network": Kind(hosts.GraphNet, (numbers(3, 6, 4), (numbers(3, 6, 6) > 0).float())),
+    "two towers": Kind(hosts.TwoTower, (tokens(4, 3), numbers(4, 5))),
+    "gan, generator": Kind(hosts.Generator, numbers(4, 6)),
+    "gan, discriminator": Kind(hosts.Discriminator, numbers(4, 3, 8, 8)),
+    "gpt, grown twice": family("gpt", causal=0, is_grown=True),
+    "resnet, grown twice": family("resnet", is_grown=True),
+    "mlp, muon and adamw": family("sequential mlp", optimizers=muon_and_adamw),
+    "mlp, adafactor": family("sequential mlp", optimizers=lambda model: [torch.optim.Adafactor(model.parameters(), lr=0.01)]),
+    "mlp, averaged": family("sequential mlp", is_averaged=True),
 }
 
 
@@ -336,7 +372,8 @@ Names = dict[str, dict[str, int]]  # table -> name -> identity of what has this 
 
 def named(model: nn.Module) -> Names:
     return {
-        "state": {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()},
+        # The description of a baked seed is made for every state dict.
+        "state": {name: 0 if name.endswith(SPEC_KEY) else id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()},
         "parameters": {name: id(parameter) for name, parameter in model.named_parameters()},
         "modules": {name: id(module) for name, module in model.named_modules()},
     }
@@ -349,32 +386,43 @@ class Fresh(NamedTuple):
 
 
 def fresh(kind: Kind) -> Fresh:
-    model = kind.model()
+    model = kind.before()
     outputs, names = kind.run(model), named(model)
     return Fresh(add_slots(model, kind.batch(), slots=kind.slots), outputs, names)
 
 
-def living(kind: Kind, slotted: Slotted) -> Slotted:
+def living(kind: Kind, slotted: Slotted, averages: Sequence[AveragedModel] = ()) -> tuple[Slotted, Grower, list[torch.optim.Optimizer]]:
     """Train the model for some steps, with a seed in every slot; neighbours get different blueprints."""
     plan = []
     for number, (name, slot) in enumerate(slotted.slots.items()):
         fitting = blueprints_for(slot.place)
         plan.append((0, name, fitting[-1 - number % len(fitting)].name))
-    optimizer = torch.optim.SGD([parameter for parameter in slotted.host.parameters() if parameter.requires_grad], lr=0.01)
+    optimizers = (kind.optimizers or sgd)(slotted.host)
     settings = GrowthConfig(budget=BudgetConfig(max_parameters=None, max_flops=None))
-    grower = Grower(slotted, optimizer, controller=Planned(plan), config=settings, epochs=10)
+    grower = Grower(slotted, optimizers, controller=Planned(plan), config=settings, epochs=10, averages=averages)
     grower.begin()
     slotted.train()
     for _ in range(3):
-        torch.manual_seed(0)
-        loss = loss_of(call(slotted, kind.batch()))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        grower.after_step(loss)
+        train_step(kind, slotted, optimizers, averages, grower)
     slotted.eval()
     assert all(slot.seed is not None and slot.alpha == 1.0 for slot in slotted.slots.values())
-    return slotted
+    return slotted, grower, optimizers
+
+
+def train_step(
+    kind: Kind, model: Any, optimizers: Sequence[torch.optim.Optimizer], averages: Sequence[AveragedModel], grower: Grower | None = None
+) -> float:
+    torch.manual_seed(0)
+    loss = loss_of(call(model, kind.batch()))
+    loss.backward()  # type: ignore[no-untyped-call]
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    if grower is not None:
+        grower.after_step(loss)
+    for average in averages:
+        average.update_parameters(model.host if isinstance(model, Slotted) else model)
+    return loss.item()
 
 
 # Finding slots and training take longer than most properties take to test, so the properties of one kind share its models.
@@ -400,7 +448,7 @@ def shared_living(kind: Kind) -> Slotted:
     """Return the living model of a kind, which the fresh one becomes. Change only a copy of it."""
     if "living" not in shared(kind):
         slotted = (shared(kind).pop("fresh", None) or fresh(kind)).slotted
-        shared(kind)["living"] = living(kind, slotted)
+        shared(kind)["living"], _, _ = living(kind, slotted)
     slotted = shared(kind)["living"]
     assert isinstance(slotted, Slotted)
     return slotted
@@ -441,13 +489,18 @@ def check_identity(kind: Kind) -> None:
         assert kind.is_same(kind.run(slotted), before)
 
 
+def restore(slotted: Slotted, buffers: Mapping[str, Tensor]) -> None:
+    for name, buffer in slotted.host.named_buffers():
+        buffer.copy_(buffers[name])
+
+
 def check_gradients(kind: Kind) -> None:
     """A newborn seed changes no gradient of the host, and has a gradient of its own."""
     with shared_fresh(kind) as (slotted, _, _):
         buffers = {name: buffer.clone() for name, buffer in slotted.host.named_buffers()}
         before = [None if gradient is None else gradient.clone() for gradient in gradients(kind, slotted)]
         for name, blueprint in possible_growths(slotted):
-            slotted.host.load_state_dict(buffers, strict=False)
+            restore(slotted, buffers)
             seed = germinate(slotted, name, blueprint)
             after = gradients(kind, slotted)
             for one, other in zip(before, after, strict=True):
@@ -458,7 +511,7 @@ def check_gradients(kind: Kind) -> None:
                     assert same, (name, blueprint)
             assert any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in seed.parameters()), (name, blueprint)
             slotted.slot(name).plant(None)
-        slotted.host.load_state_dict(buffers, strict=False)
+        restore(slotted, buffers)
         slotted.host.zero_grad()
         slotted.eval()
 
@@ -472,12 +525,12 @@ def check_names(kind: Kind) -> None:
     for table, of_host in named(grown.host).items():
         assert [name for name in of_host if name in before[table]] == list(before[table]), table
     values = {name: tensor.clone() for name, tensor in grown.host.state_dict().items() if name in before["state"]}
-    hooks = len(hooks_of(kind.model()))  # of the model itself: weight norm has some
+    plain = kind.before()
+    hooks = len(hooks_of(plain))  # of the model itself: weight norm has some
     removed = grown.remove()
     assert [list(table) for table in named(removed).values()] == [list(table) for table in before.values()]
     assert all(torch.equal(tensor, values[name]) for name, tensor in removed.state_dict().items())
     assert len(hooks_of(removed)) == hooks
-    plain = kind.model()
     plain.load_state_dict(values)
     assert kind.is_same(kind.run(removed), kind.run(plain))
 
@@ -710,13 +763,32 @@ def test_a_model_of_a_library_is_grown_saved_and_loaded(kind: Kind, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [pytest.param(kind, id=name) for name, kind in OWN_KINDS.items() if kind.optimizers or kind.is_averaged])
+def test_optimisers_and_averages_go_on_with_the_model_after_a_bake(kind: Kind) -> None:
+    model = kind.model()
+    averages = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))] if kind.is_averaged else []
+    slotted, grower, optimizers = living(kind, add_slots(model, kind.batch()), averages)
+    keep_all(slotted)
+    expected, averaged = kind.run(slotted), [kind.run(average) for average in averages]
+    baked = grower.bake()
+    assert agree(kind.run(baked), expected)
+    assert all(agree(kind.run(average), before) for average, before in zip(averages, averaged, strict=True))
+    losses = [train_step(kind, baked, optimizers, averages) for _ in range(20)]
+    assert losses[-1] < losses[0]
+    for average in averages:
+        for _ in range(40):
+            average.update_parameters(baked)
+        assert agree(kind.run(average.eval()), kind.run(baked.eval()))
+
+
+@pytest.mark.slow
 @pytest.mark.extra("onnx", "onnxscript")
 @pytest.mark.parametrize("name", ["resnet", "gpt, tied", "mlp"])
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # of torch's own exporter
 def test_a_baked_model_is_exported_to_onnx(name: str, tmp_path: Path) -> None:
     reference = importlib.import_module("onnx.reference")
     kind = KINDS[name]
-    slotted = living(kind, kind.slotted())
+    slotted, _, _ = living(kind, kind.slotted())
     keep_all(slotted)
     (expected,) = kind.run(slotted)
     torch.onnx.export(slotted.bake(), (kind.batch(),), tmp_path / "model.onnx", verbose=False)
