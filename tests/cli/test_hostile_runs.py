@@ -6,18 +6,16 @@ import json
 import os
 import re
 import shutil
-import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 
 from esper.cli.main import main
 from esper.files import remove
 from tests.cli.test_ppo import OPTIONS as PPO
+from tests.faults.damage import limited
+from tests.faults.hostile import ESCAPE, with_escapes
 from tests.runs.made import made_growth, made_ppo
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -29,26 +27,6 @@ COMMANDS = (
     *("runs show RUN", "runs diff RUN runs/good", "runs tag RUN x", "report RUN", "watch --terminal runs"),
     *("runs export RUN --to out.csv", "arena league RUN", "runs rm RUN --yes"),
 )
-
-
-class Hang(BaseException):
-    """A command takes for ever. No `except Exception` sees it."""
-
-
-@contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """Fail where the code inside takes longer, such as for ever."""
-
-    def fail(number: int, frame: FrameType | None) -> None:
-        raise Hang
-
-    before = signal.signal(signal.SIGALRM, fail)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture
@@ -91,7 +69,7 @@ def test_no_command_leaves_the_folder_of_a_run_by_a_link_or_waits_for_a_pipe(
         for command in COMMANDS:
             if run.is_dir():
                 make_hostile(run / name, hostile, precious)
-                with at_most(20.0):
+                with limited(20.0):
                     assert main(command.replace("RUN", "runs/bad").split()) in (0, 1, 2)
                 assert "(unexpected" not in capsys.readouterr().err, (command, name)
         remove(run)
@@ -106,7 +84,7 @@ def test_a_resumed_training_leaves_the_folder_of_a_run_by_no_link_and_waits_for_
     for name in ("events.jsonl", ".lock", "checkpoints", "checkpoints/latest", "checkpoints/best", "tensorboard"):
         shutil.copytree("good", "bad")
         make_hostile(tmp_path / "bad" / name, hostile, precious)
-        with at_most(60.0):
+        with limited(60.0):
             code = main(["ppo", "train", "--resume", "--run", "bad", "--total-steps", "128", "--tensorboard"])
         replaced = ("checkpoints/latest", "checkpoints/best") if hostile == "a link" else ()
         assert code == (0 if name in replaced else 2 if name == ".lock" or (name, hostile) == ("tensorboard", "a link") else 1), name
@@ -115,7 +93,6 @@ def test_a_resumed_training_leaves_the_folder_of_a_run_by_no_link_and_waits_for_
         remove(tmp_path / "bad")
 
 
-ESCAPE = "\x1b]0;pwned\x07\x1b[2J\x9b2J"
 SHOWING = (
     *("runs ls runs", "runs show RUN --settings", "runs diff RUN runs/good", "runs tag RUN", "compare RUN runs/good", "report RUN"),
     *("watch --terminal runs", "watch --terminal RUN", "watch --terminal RUN runs/good", "runs export RUN --to out.csv", "ppo eval RUN"),
@@ -136,7 +113,7 @@ def test_no_command_prints_control_characters_of_names_labels_settings_and_event
         made_ppo(run, [1.0], **shared)
     (run / "labels.json").write_text(json.dumps({"tags": [f"a{ESCAPE}"], "note": f"b{ESCAPE}"}))
     lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    steered = [with_escapes(line) | {"kind": line["kind"]} for line in lines] + [{**lines[-1], "kind": f"own{ESCAPE}"}]
+    steered = [with_escapes(line) for line in lines] + [{**lines[-1], "kind": f"own{ESCAPE}"}]
     steered.append({**lines[0], "kind": "warned", "step": 1, "message": f"c{ESCAPE}"})
     (run / "events.jsonl").write_text("".join(json.dumps(line, ensure_ascii=number % 2 == 0) + "\n" for number, line in enumerate(steered)))
     for name in ("config.toml", "grow.toml"):
@@ -148,15 +125,6 @@ def test_no_command_prints_control_characters_of_names_labels_settings_and_event
         main(words)
         said = capsys.readouterr()
         assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", said.out + said.err), command
-
-
-def with_escapes(value: Any) -> Any:
-    """Return a table with an escape in every text."""
-    if isinstance(value, dict):
-        return {name: with_escapes(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [with_escapes(item) for item in value]
-    return value + ESCAPE if isinstance(value, str) and value not in ("nan", "inf") else value
 
 
 def in_toml(text: str) -> str:

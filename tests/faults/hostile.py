@@ -15,7 +15,7 @@ from esper.files import with_digest
 from tests.faults.damage import COMMANDS, HANGS_AFTER_S, Hang, run_quietly
 from tests.faults.runs import HUNG, Tally, forked, is_raw
 
-ESCAPE = "\x1b]0;pwned\x07\x1b[2J"
+ESCAPE = "\x1b]0;pwned\x07\x1b[2J\x9b2J"
 PRECIOUS = "PRECIOUS\n"
 
 
@@ -138,7 +138,7 @@ def command_escapes(run: Path, resume: list[str], folder: Path) -> Tally:
             (folder / "run").rename(folder / name)
             (folder / name / "labels.json").write_text(json.dumps(with_digest({"tags": [f"a{ESCAPE}"], "note": f"b{ESCAPE}"})))
             events = folder / name / "events.jsonl"
-            lines = [_with_escapes(json.loads(line)) for line in events.read_text().splitlines()]
+            lines = [with_escapes(json.loads(line)) for line in events.read_text().splitlines()]
             events.write_text("".join(json.dumps(line) + "\n" for line in lines))
             try:
                 code, printed = run_quietly([name if word == "run" else word for word in argv], folder)
@@ -160,10 +160,11 @@ def command_escapes(run: Path, resume: list[str], folder: Path) -> Tally:
     return tally
 
 
-def _with_escapes(value: object, key: str = "") -> object:
-    """Return an event with an escape sequence in each of its texts, but in none that says what it is."""
+def with_escapes(value: object, key: str = "") -> object:
+    """Return an event with an escape sequence in each of its texts, but in none that says what it is, and in no number."""
     if isinstance(value, dict):
-        return {name: _with_escapes(item, name) for name, item in value.items()}
+        return {name: with_escapes(item, name) for name, item in value.items()}
     if isinstance(value, list):
-        return [_with_escapes(item) for item in value]
-    return value + ESCAPE if isinstance(value, str) and key not in ("kind", "esper", "status", "why") else value
+        return [with_escapes(item) for item in value]
+    is_text = isinstance(value, str) and key not in ("kind", "esper") and value not in ("nan", "inf", "-inf")
+    return f"{value}{ESCAPE}" if is_text else value
