@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
 LEAST_COUNT = 1.5  # effective number of values below which an interval is infinite
+LEAST_SKEWED = 20  # effective number of values from which on their skew is known well enough to correct for it
 RESAMPLED_AT_ONCE = 1 << 20  # numbers that a bootstrap draws at once; bounds its memory
 
 
@@ -104,11 +105,16 @@ def weighted_interval(values: ArrayLike, weights: ArrayLike, *, confidence: floa
     """Return the interval of a weighted mean, for example of means over batches of different sizes.
 
     It is Student's interval for the effective number of values, (Σw)² / Σw². If that is hardly more than one, the interval is infinite.
+    From LEAST_SKEWED values on it is corrected for their skew by Hall's transformation. Losses of samples are skewed: of 80 values whose
+    logarithms have a deviation of 1.5, Student's upper end misses the mean in 16 % of draws and its lower end in 0.1 %, where 2.5 % are
+    meant; Hall's miss it in 7 and 1 %.
 
     >>> print(weighted_interval([1.0, 2.0, 4.0], [8, 8, 8]), "=", student_interval([1.0, 2.0, 4.0]))
     2.333 [-1.461, 6.128] = 2.333 [-1.461, 6.128]
     >>> print(weighted_interval([1.0, 2.0], [160, 1]))
     1.006 [-inf, inf]
+    >>> print(weighted_interval([0.0] * 19 + [1.0], [1] * 20), "instead of", student_interval([0.0] * 19 + [1.0]))
+    0.05 [-0.01626, 0.3788] instead of 0.05 [-0.05465, 0.1547]
     """
     sample, weight = np.asarray(values, dtype=np.float64), np.asarray(weights, dtype=np.float64)
     if sample.ndim != 1 or not len(sample) or sample.shape != weight.shape or not (np.isfinite(sample).all() and (weight > 0).all()):
@@ -117,9 +123,13 @@ def weighted_interval(values: ArrayLike, weights: ArrayLike, *, confidence: floa
     estimate, count = float(share @ sample), effective_count(weights)
     if count < LEAST_COUNT:
         return Interval(estimate, -math.inf, math.inf)
-    error = math.sqrt(float(share @ (sample - estimate) ** 2) / (count - 1))
-    reach = student_quantile((1 + _confidence(confidence)) / 2, count - 1) * error
-    return Interval(estimate, estimate - reach, estimate + reach)
+    deviation = sample - estimate
+    variance = float(share @ deviation**2)
+    error, reach = math.sqrt(variance / (count - 1)), student_quantile((1 + _confidence(confidence)) / 2, count - 1)
+    skew = float(share @ deviation**3) / variance**1.5 / math.sqrt(count) if count >= LEAST_SKEWED and variance > 0 else 0.0
+    # The cubic t + skew · t² / 3 + skew² · t³ / 27 + skew / 6 of Student's statistic is hardly skewed; its inverse gives the ends.
+    above, below = (((math.cbrt(1 + skew * (end - skew / 6)) - 1) * 3 / skew if abs(skew) > 1e-6 else end) for end in (reach, -reach))
+    return Interval(estimate, estimate - error * above, estimate - error * below)
 
 
 def effective_count(weights: ArrayLike) -> float:

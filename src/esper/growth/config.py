@@ -91,7 +91,7 @@ class HeuristicConfig(Config):
     evidence_of_host: PositiveFloat = 2.4
     """Minimum positions in the training data per weight of the whole host, times the loss that the host is projected to end with: a host
     that will end near 0 has little to overfit to. Below this the host lacks data rather than capacity."""
-    overshoot: PositiveFloat = 6.5  # with new seeds, the host may need this many times the data by the rule above
+    overshoot: PositiveFloat = 10.0  # with new seeds, the host may need this many times the data by the rule above
     evidence_at_the_end: PositiveFloat = 30.0  # the same for a place with little behind it, where a seed is part of the classifier
     least_share: Fraction = 0.1  # minimum weights of a seed, relative to the host's weights per slot: a small seed would waste its slot
     plateau_epochs: PositiveInt = 4  # the fall of the training loss is measured over this many epochs

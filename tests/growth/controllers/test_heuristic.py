@@ -24,7 +24,18 @@ from esper.growth.controllers.heuristic import (
 )
 from esper.growth.host.layout import Place
 from esper.growth.lifecycle.governor import LossRange
-from esper.growth.lifecycle.stages import Candidate, Contribution, Cost, Decision, Germinate, GrowthState, Prune, SlotState, Stage
+from esper.growth.lifecycle.stages import (
+    Candidate,
+    Contribution,
+    Cost,
+    Decision,
+    Fossilize,
+    Germinate,
+    GrowthState,
+    Prune,
+    SlotState,
+    Stage,
+)
 from esper.statistics import Interval
 from tests.growth.builders import in_other_units, seed_record
 
@@ -92,7 +103,7 @@ def test_a_host_that_is_large_enough_does_not_grow(train: tuple[float, ...], val
     assert not verdict.is_starved
     assert reason in verdict.reason
     heuristic = Heuristic(GrowthConfig())
-    assert not heuristic.decide(replace(now, epoch=3, train_losses=train[:3], val_losses=(train[0] + 1, train[1] + 1, train[2] + 1))).probe
+    assert not heuristic.decide(replace(now, epoch=3, train_losses=train[:3], val_losses=(train[0], train[1] + 1, train[2] + 1))).probe
     assert not heuristic.decide(now).actions
 
 
@@ -102,6 +113,27 @@ def test_a_large_host_whose_loss_is_projected_to_end_low_is_not_starved() -> Non
     verdict = starvation(state(4, train=falling, host_load=40_000.0), RULES)
     assert not verdict.is_starved
     assert "going to end" in verdict.reason
+
+
+def test_harder_validation_data_are_no_overfitting() -> None:
+    """A validation part whose targets are spread wider has a higher loss from the first epoch on, in which every sample is new."""
+    losses = (2.2, 2.0, 1.5, 1.1)
+    harder = state(4, train=losses, val_losses=tuple(1.6 * loss for loss in losses))
+    assert starvation(harder, RULES).is_starved
+    assert "overfits" in starvation(replace(harder, val_losses=(2.2, 2.0, 1.8, 1.8)), RULES).reason
+    known_before = replace(harder, train_losses=(0.9, 0.8, 0.6, 0.5), val_losses=(1.4, 1.3, 1.1, 1.0))
+    assert "overfits" in starvation(known_before, RULES).reason
+
+
+def test_an_early_check_that_grew_nothing_is_repeated_a_quarter_later() -> None:
+    heuristic, looks = Heuristic(GrowthConfig()), list[int]()
+    for epoch in range(30):
+        train = tuple(2.2 * 0.99**number for number in range(epoch))  # never on a plateau of 5 %
+        now = state(epoch, train=train, slots=(slot(candidates=(replace(BIG, promise=0.0),)),), epochs=80)
+        decision = heuristic.decide(now)
+        assert not decision.actions
+        looks += [epoch] if decision.probe and epoch < 24 else []
+    assert looks[:5] == [3, 5, 7, 9, 12], "1.25 times the epoch of the last, and the epoch before it for the probe"
 
 
 def test_nothing_new_grows_after_half_of_the_training() -> None:
@@ -193,7 +225,7 @@ def measured(host: dict[str, Any], *, promise: float, flops: float, epochs: int 
 
 def with_looks(now: GrowthState) -> Decision:
     heuristic = Heuristic(GrowthConfig())
-    heuristic.load_state_dict({"looks_at": now.epoch, "is_next_step": False, "cannot_judge": ""})
+    heuristic.load_state_dict({"looks_at": now.epoch, "is_next_step": False, "has_grown": False, "cannot_judge": ""})
     return heuristic.decide(now)
 
 
@@ -400,6 +432,30 @@ def test_a_host_that_may_not_grow_further_is_not_probed_again() -> None:
         heuristic = Heuristic(GrowthConfig())
         heuristic._looks_at = 4
         assert heuristic.decide(now).probe == expected
+
+
+def test_a_further_step_needs_a_contribution_that_tells_how_much_was_gained() -> None:
+    for low, expected in ((0.3, True), (0.2, False)):
+        sure = Contribution(Interval(0.5, low, 1 - low), 9)
+        on_trial = slot(stage=Stage.HOLDING, contribution=sure, rent=0.01, epochs_in_stage=5, candidates=())
+        heuristic = Heuristic(GrowthConfig())
+        heuristic._looks_at = 8
+        decision = heuristic.decide(state(9, train=(2.0,) * 8 + (1.4,), slots=(on_trial, slot("b")), added=Cost(500, 10_000)))
+        assert [type(action) for action in decision.actions] == [Fossilize]
+        assert decision.probe == expected
+
+
+def test_longer_training_is_the_alternative_to_a_row_of_layers_and_not_to_one_of_its_sizes() -> None:
+    """Of two sizes of one row the smaller is more than 25 times as good as longer training, and the larger, which ends lower, is not."""
+    sizes = [
+        Candidate("small", Cost(4_000, round(0.1 * HOST.flops)), rent=0.004, promise=0.0035, load=60.0, widened=("a",)),
+        Candidate("large", Cost(40_000, round(0.8 * HOST.flops)), rent=0.004, promise=0.009, load=60.0, widened=("a", "b")),
+    ]
+    now = state(2, **{**GPT, "slots": (slot(candidates=tuple(sizes)),), "samples_per_epoch": 10**6})
+    small, large = (speed_over_longer_training(now, one) for one in sizes)
+    assert small > RULES.longer_training > large
+    assert chosen(now) == [("a", "large")]
+    assert chosen(replace(now, slots=(slot(candidates=(sizes[1],)),))) == []
 
 
 def test_a_host_that_lacks_data_is_checked_again_until_three_tenths_of_the_training() -> None:

@@ -2,16 +2,18 @@
 that pay their rent.
 
 When it checks the host. After a twentieth of the training, then every epoch up to three tenths of it until the host is found to be starved,
-again at once when seeds were kept, and whenever the training loss stops falling or jumps up, as long as enough of the training is left. So
-a host grows in steps until a further one would not pay, or the data do not suffice. It requests a probe one epoch before it grows anything.
+and again a quarter later if nothing would pay then; at once when seeds were kept by a measurement precise enough to tell how much they
+gained; and whenever the training loss stops falling or jumps up, as long as enough of the training is left. So a host grows in steps until
+a further one would not pay, or the data do not suffice. It requests a probe one epoch before it grows anything.
 
 Starved hosts. A host is starved if its training loss is still high, it does not overfit, the data suffice for the weights it has (see
 `samples_for_host`), and one of these holds:
 - its loss is expected to end high, by extrapolating the last epochs with a power law of time;
 - the data suffice to train more weights than the host has.
 
-Undertrained hosts. A candidate is passed over if longer training would gain more for the same FLOPs. That is so if the host's loss would
-fall further by the power law, and the estimated fall by the seed is not many times as large. The threshold was measured (docs/log.md).
+Undertrained hosts. A row of layers is passed over if longer training would gain more for the same FLOPs. That is so if the host's loss
+would fall further by the power law, and the estimated fall by no seed of the row is many times as large. The threshold was measured
+(docs/log.md).
 
 Choice of seeds. It widens as many layers in a row as it can, in the size that is worth most at the end of the training, minus its rent, at
 most one per slot and row. It takes the whole step at once, because a large early step ends better than several small ones (docs/log.md).
@@ -59,6 +61,9 @@ LITTLE_BEHIND = 0.1  # a slot is at the end of the host if less than this share 
 MOST_OF_THE_LOSS = 0.5  # a seed lowers the loss by this fraction at most; the first steps of a candidate often promise all of it
 HOPEFUL_END = 0.03  # relative loss that a host may end with in the best case, where it is decided what is probed
 LEAST_END = 0.06  # relative loss that a host is expected to end with at least, where sizes of seeds are compared
+KNEW_NOTHING = 0.5  # least relative training loss of the first epoch of a host that had not learned from these data before
+LATER_LOOKS = 1.25  # an early check that found nothing to grow is repeated at this many times its epoch
+MOST_UNCERTAIN = 0.5  # a further step needs a kept seed whose contribution is known to within this share of it
 MOST_EPOCHS = 10_000  # search range for the advice on how long to train
 MOST_REASONS = 200  # candidates that a decision says why they were left out, so that its event stays small
 NOTHING = Cost(0, 0)
@@ -75,6 +80,7 @@ class Heuristic:
         self.lifecycle = config.lifecycle
         self._looks_at: int | None = None  # epoch after which the requested probe has results
         self._is_next_step = False  # the requested probe is for a further step of growth
+        self._has_grown = False
         self._cannot_judge = ""  # why no seed can be kept here, such as validation data in one batch
         self._has_warned = False  # about intervals that cannot decide
 
@@ -124,12 +130,13 @@ class Heuristic:
         first, has_candidates = self._first_look(state.epochs), any(slot.candidates for slot in state.slots)
         if state.epoch < first - 1 or not has_candidates or not self._is_in_time(state.epochs, at=state.epoch + 1):
             return False, ""
-        # The first check only needs a starved host, and is repeated until one passes, because projections become better with time. Later
+        # The first checks only need a starved host, and are repeated until a seed grows, because projections become better with time. Later
         # ones need a jump or a plateau of the training loss too.
         if any(slot.stage in LIVING for slot in state.slots):  # wait for the verdict on the present seeds
             return False, ""
         verdict = starvation(state, self.rules)
-        if self._looks_at is None and state.epoch < max(first, self.rules.first_look_until * (state.epochs or first)):
+        is_early = not self._has_grown and state.epoch < max(first, self.rules.first_look_until * (state.epochs or first))
+        if is_early and state.epoch + 1 >= LATER_LOOKS * (self._looks_at or 0):
             return verdict.is_starved, "looks for places to grow" if verdict.is_starved else f"leaves the host alone: {verdict.reason}"
         has_just_looked = self._looks_at is not None and state.epoch < self._looks_at + self.rules.plateau_epochs
         if has_just_looked or not verdict.is_starved:
@@ -138,10 +145,11 @@ class Heuristic:
         return bool(why), why
 
     def _may_step_again(self, state: GrowthState, actions: Sequence[Action]) -> bool:
-        """Return whether all seeds are judged now, one of them is kept (its slot opens again), and the host may grow further."""
+        """Return whether all seeds are judged now, one of them is surely kept (its slot opens again), and the host may grow further."""
         ended = {action.slot for action in actions if isinstance(action, Fossilize | Prune)}
         is_over = all(slot.place.name in ended for slot in state.slots if slot.stage in LIVING)
-        is_kept = any(isinstance(action, Fossilize) for action in actions)
+        kept = {action.slot for action in actions if isinstance(action, Fossilize)}
+        is_kept = any(slot.contribution and is_precise(slot.contribution) for slot in state.slots if slot.place.name in kept)
         return is_over and is_kept and self._is_in_time(state.epochs, at=state.epoch + 1) and next_step(state, self.rules).is_starved
 
     def _first_look(self, epochs: int | None) -> int:
@@ -188,14 +196,20 @@ class Heuristic:
             )
         if not plan:
             return [], f"nothing that fits would pay, though {verdict.reason}"
+        self._has_grown = True
         return [Germinate(slot=name, reason=_why(one, state), blueprint=one.blueprint) for name, one in plan], f"grows: {verdict.reason}"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"looks_at": self._looks_at, "is_next_step": self._is_next_step, "cannot_judge": self._cannot_judge}
+        return {
+            "looks_at": self._looks_at,
+            "is_next_step": self._is_next_step,
+            "has_grown": self._has_grown,
+            "cannot_judge": self._cannot_judge,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._looks_at = state["looks_at"]
-        self._is_next_step, self._cannot_judge = state["is_next_step"], state["cannot_judge"]
+        self._is_next_step, self._has_grown, self._cannot_judge = state["is_next_step"], state["has_grown"], state["cannot_judge"]
 
 
 def judge(name: str, measured: Contribution, rent: float, *, may_prune: bool, is_last: bool, undecided: str = "") -> list[Action]:
@@ -212,6 +226,11 @@ def judge(name: str, measured: Contribution, rent: float, *, may_prune: bool, is
         open_end = "" if gain.high < rent else f"; {undecided or 'this is the last look, and leaves it open'}"
         return [Prune(slot=name, reason=words + open_end)]
     return []
+
+
+def is_precise(measured: Contribution) -> bool:
+    """Return whether the interval of a contribution tells how much a seed gains, and not only that it does."""
+    return measured.gain.high - measured.gain.low <= 2 * MOST_UNCERTAIN * abs(measured.gain.estimate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,10 +279,15 @@ def overfits(state: GrowthState, rules: HeuristicConfig) -> bool:
 def gap(state: GrowthState) -> float:
     """Return the validation loss minus the training loss, as a fraction of the uninformed loss.
 
-    The lowest of the last validation losses counts, because a batch norm makes single ones high while the learning rate is large.
+    The lowest of the last validation losses counts, because a batch norm makes single ones high while the learning rate is large. Every
+    sample of the first epoch is new to a host that knew nothing, so a gap there says that the validation data are harder. It shrinks with
+    the loss, and is not counted.
     """
     assert state.scale is not None
-    return min(map(state.scale.relative, state.val_losses[-3:])) - state.scale.relative(state.train_losses[-1])
+    relative = state.scale.relative
+    first, now = relative(state.train_losses[0]), relative(state.train_losses[-1])
+    harder = max(relative(state.val_losses[0]) - first, 0.0) * min(now / first, 1.0) if first > KNEW_NOTHING else 0.0
+    return min(map(relative, state.val_losses[-3:])) - now - harder
 
 
 def projected_end(state: GrowthState) -> float:
@@ -352,6 +376,10 @@ def choose(state: GrowthState, rules: HeuristicConfig, *, longer_training: float
     if longer_training is not None:
         rules = msgspec.structs.replace(rules, longer_training=longer_training)
     options = [(slot, option) for slot in state.slots for option in _worthy(slot, state, rules)]
+    # Longer training is the alternative to growing a row of layers, whose sizes are compared by what they are worth at the end.
+    fast = [one for one in options if speed_over_longer_training(state, one[1]) >= rules.longer_training]
+    rows = {unit for _, candidate in fast for unit in candidate.widened}
+    options = [one for one in options if one in fast or rows & set(one[1].widened)]
     plan: dict[str, Candidate] = {}
     allowed = Allowance(state.seeds_left, state.parameters_left, state.flops_left)
     left = state.scale.above_floor(state.train_losses)[-1]
@@ -414,20 +442,20 @@ def _why_not(slot: SlotState, candidate: Candidate, chosen: Mapping[str, str], s
     worth = _worth(candidate, state)
     if worth <= 0:
         return f"an epoch of it would lower the loss by about {figure(worth + candidate.rent, 2)}, its rent is {figure(candidate.rent, 2)}"
-    times = speed_over_longer_training(state, candidate)
-    if times < rules.longer_training:
+    if slot.place.name in chosen:
+        return f"{chosen[slot.place.name]} promises more in this slot"
+    is_beside = any(_row_of(other) & _row_of(slot) for other in state.slots if other.place.name in chosen)
+    if not is_beside and (times := speed_over_longer_training(state, candidate)) < rules.longer_training:
         return (
             f"for the same FLOPs it would lower the loss {times:.1f} times as much as longer training; {rules.longer_training:g} are needed"
         )
-    if slot.place.name in chosen:
-        return f"{chosen[slot.place.name]} promises more in this slot"
     spent = [(state_slot.candidates, chosen[state_slot.place.name]) for state_slot in state.slots if state_slot.place.name in chosen]
     allowed = Allowance(state.seeds_left, state.parameters_left, state.flops_left)
     for candidates, blueprint in spent:
         allowed = allowed.after(next(other.cost for other in candidates if other.blueprint == blueprint))
     if refusal := allowed.refusal(candidate.cost):
         return refusal
-    if any(_row_of(other) & _row_of(slot) for other in state.slots if other.place.name in chosen):
+    if is_beside:
         return "another seed is chosen in this row of layers"
     return "what the chosen seeds leave of the loss would not pay its rent" if chosen else "the host is left alone, see the decision"
 
@@ -438,14 +466,8 @@ def _why(candidate: Candidate, state: GrowthState) -> str:
 
 
 def _worthy(slot: SlotState, state: GrowthState, rules: HeuristicConfig) -> list[Candidate]:
-    """Return the candidates of a slot that nothing is against, that are worth their rent, and that beat longer training."""
-    return [
-        candidate
-        for candidate in slot.candidates
-        if _objection(slot, candidate, state, rules) is None
-        and _worth(candidate, state) > 0
-        and speed_over_longer_training(state, candidate) >= rules.longer_training
-    ]
+    """Return the candidates of a slot that nothing is against, and that are worth their rent."""
+    return [one for one in slot.candidates if _objection(slot, one, state, rules) is None and _worth(one, state) > 0]
 
 
 def _worth(candidate: Candidate, state: GrowthState) -> float:
