@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import esper
 from esper.fleet import Fleet, FleetConfig, HostConfig
 from esper.growth.config import GrowthConfig, LifecycleConfig
+from esper.growth.lifecycle.ledger import SeedRecord
 from esper.growth.lifecycle.stages import Action, Advance, Controller, Decision, Fossilize, Germinate, GrowthState
 from esper.tasks import BatchLoader, ConvHost, Split, Task, load_task
 from esper.tasks.gpt_host import GPTHost
@@ -295,6 +296,9 @@ def assert_row_equals(fleet: Fleet, row: int, grown: esper.Grown, *, atol: float
             torch.testing.assert_close(weight[0], grown_weight, atol=atol, rtol=0)
 
 
+NOT_IN_FLEETS = {"rent", "alpha", "age", "health", "skipped"}  # what a fleet does not tell of a seed at the end of an epoch
+
+
 def assert_fields_close(found: object, expected: object, where: str = "state") -> None:
     """Compare numbers to 1e-6, for a single run keeps training losses in float32, and everything else exactly."""
     if isinstance(expected, dict):
@@ -307,6 +311,11 @@ def assert_fields_close(found: object, expected: object, where: str = "state") -
         assert len(found) == len(expected), where
         for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
             assert_fields_close(mine, theirs, f"{where}[{number}]")
+    elif isinstance(expected, msgspec.Struct):
+        assert isinstance(found, type(expected))
+        mine, theirs = (msgspec.structs.asdict(one) for one in (found, expected))
+        for name in mine.keys() - (NOT_IN_FLEETS if isinstance(expected, SeedRecord) else set()):
+            assert_fields_close(mine[name], theirs[name], f"{where}.{name}")
     elif isinstance(expected, float):
         assert found == pytest.approx(expected, abs=1e-6, rel=1e-5), where
     else:

@@ -130,7 +130,7 @@ def test_hosts_that_the_heuristic_decides_about_equal_the_same_hosts_alone(raise
     settings = [
         HostConfig(seed=1, growth_seed=7, horizon=12, learning_rate=0.01),
         DEAR,
-        HostConfig(seed=3, growth_seed=7, horizon=14, learning_rate=0.05),
+        HostConfig(seed=3, growth_seed=7, horizon=14, learning_rate=0.04),
     ]
     fleet = make_fleet(settings, growth)
     controllers = [Noting(growth) for _ in settings]

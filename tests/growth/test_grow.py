@@ -846,10 +846,10 @@ def test_a_file_of_the_user_is_not_overwritten_by_a_new_run(name: str, tmp_path:
 
 @pytest.mark.slow
 def test_a_model_that_cannot_be_written_is_still_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(model: nn.Module, path: Path, **options: object) -> None:
-        raise OSError(28, "No space left on device", str(path))
+    def full(model: nn.Module, folder: Path) -> None:
+        raise OSError(28, "No space left on device", str(folder))
 
-    monkeypatch.setattr("esper.growth.training.save", full)
+    monkeypatch.setattr("esper.growth.training.save_in_run", full)
     with pytest.warns(RuntimeWarning, match=r"No space left .*; save the model by grown.save\(path\)"):
         grown = kept_run(tmp_path / "run")
     assert grown.status == "finished"
