@@ -11,7 +11,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks/ is not part of an installed package")]
 
 
-def test_a_step_passes_eleven_files_and_the_end_of_an_epoch_twenty_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_passes_eleven_files_and_the_end_of_an_epoch_twenty_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """The training of this test grows in width, and `seeds/width.py` is one more file."""
     monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
     import code_shape
@@ -19,4 +19,4 @@ def test_a_step_passes_eleven_files_and_the_end_of_an_epoch_twenty_one(monkeypat
     crossed = code_shape.files_crossed(BENCHMARKS.parent)
     assert "growth/seeds/width.py" in crossed["step_files"]
     assert crossed["step"] <= 11 + 1, crossed["step_files"]
-    assert crossed["end"] <= 21 + 1, crossed["end_files"]
+    assert crossed["end"] <= 22 + 1, crossed["end_files"]

@@ -115,14 +115,14 @@ def find_units(host: nn.Module, example_input: Any, say: Callable[[str], None] =
     """Return all units that can be widened, and for every other layer the reason why its units cannot be."""
     leaves = dict(leaves_of(host))
     plain = _run(host, leaves, example_input)
-    outcomes: dict[str, Units | _Impossible] = {}
+    outcomes: dict[str, Units | str] = {}  # layer -> its units, or why they cannot be widened
     # Queue the layers by their smallest scope, so that the layers of one scope are tried one after the other.
     queues: dict[str, list[str]] = {}
     layers = [name for name, module in leaves.items() if isinstance(module, LAYERS)]
     for name in layers:
         reason = reason_against_layer(leaves[name], "makes its units") or _reason_against_calls(name, leaves[name], host, plain)
         if reason:
-            outcomes[name] = _Impossible(reason)
+            outcomes[name] = reason
         else:
             queues.setdefault(_scopes_of([name], plain)[0], []).append(name)
     running: dict[str, tuple[str, _Attempts, _Trial]] = {}  # scope of a queue -> the layer, its attempts, and the next trial
@@ -150,7 +150,7 @@ def find_units(host: nn.Module, example_input: Any, say: Callable[[str], None] =
             except StopIteration as end:
                 outcomes[name] = end.value
             except _Impossible as error:
-                outcomes[name] = error
+                outcomes[name] = str(error)  # the error itself would keep the frames of its traceback
     # A layer that makes units together with one before it has no units of its own.
     units: list[Units] = []
     refusals: list[Refusal] = []
@@ -159,7 +159,7 @@ def find_units(host: nn.Module, example_input: Any, say: Callable[[str], None] =
             if isinstance(outcome, Units):
                 units.append(outcome)
             else:
-                refusals.append(Refusal(name, str(outcome)))
+                refusals.append(Refusal(name, outcome))
     return units, refusals
 
 
@@ -307,7 +307,7 @@ def _attempt(plain: _Run, producers: Mapping[str, int]) -> _Attempts:
                 raise _Impossible("cannot be widened in whole groups")
             step = wanted
         elif isinstance(trial.result, _Impossible):
-            raise trial.result
+            raise _Impossible(str(trial.result)) from trial.result.__cause__  # a new error, as its traceback holds the trial
         elif isinstance(trial.result, _Unseen):
             del scopes[0]
         else:  # the host may raise anything if a tensor is wider than it expects
@@ -486,7 +486,7 @@ def _try(host: nn.Module, leaves: Mapping[str, nn.Module], example_input: Any, p
             try:
                 output = list(tensors_in(forward(*arguments, **named)))
             except Exception as error:
-                trial.result = error
+                trial.result = error.with_traceback(None)  # the frames of a traceback would keep the host in a cycle
                 cut.append(trial.scope)
                 unseen.discard(trial.scope)
             else:
@@ -516,7 +516,7 @@ def _try(host: nn.Module, leaves: Mapping[str, nn.Module], example_input: Any, p
         try:
             outputs, shapes = _outputs(host, forwards, example_input)
         except Exception as error:
-            outside = error
+            outside = error.with_traceback(None)
         else:
             outside = _problem_with(plain.outputs, outputs, is_read=bool(trials[0].scope or trials[0].readers))
     for tensor in apart.written:

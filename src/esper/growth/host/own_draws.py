@@ -26,9 +26,8 @@ _MARK = "_esper_new_units"  # attribute of a tensor: the features that a layer m
 
 
 def mark(tensor: Tensor, sizes: Sequence[int], axis: int) -> Tensor:
-    """Remember that the last features of a layer's output belong to seeds, if functions of the host are split here. Return the tensor."""
-    if OwnDraws.active:
-        setattr(tensor, _MARK, (tensor.shape[axis], tuple(sizes)) if sizes else None)
+    """Remember that the last features of a layer's output belong to seeds; only `OwnDraws` asks for it. Return the tensor."""
+    setattr(tensor, _MARK, (tensor.shape[axis], tuple(sizes)) if sizes else None)
     return tensor
 
 
@@ -114,7 +113,7 @@ class SplitDraws:
 
     def __init__(self, module: nn.Module) -> None:
         self._open: list[OwnDraws] = []
-        self._has_split = False
+        self.has_split = False  # a call so far
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self.before),
             module.register_forward_hook(self.after, always_call=True),
@@ -128,13 +127,13 @@ class SplitDraws:
         if self._open and not torch.compiler.is_compiling():
             draws = self._open.pop()
             draws.__exit__(None, None, None)
-            self._has_split = self._has_split or draws.has_split
-            if not self._has_split and output is not None:  # None after an error
+            self.has_split = self.has_split or draws.has_split
+            if not self.has_split and output is not None:  # None after an error
                 self.remove()
 
     def check(self) -> None:
         """Warn and end if a part of the call is computed again in the backward pass, where the context is not open."""
-        if self._has_split and not OwnDraws.active and backward_number() >= 0:
+        if self.has_split and not OwnDraws.active and backward_number() >= 0:
             self.remove()
             warnings.warn(
                 "the model computes a part of itself again in the backward pass (checkpoint), in this step with other random numbers in "

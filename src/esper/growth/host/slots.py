@@ -147,7 +147,7 @@ class WidePatch(ForwardPatch):
     def forward(self, *arguments: Any, **named: Any) -> Any:
         if not self.seeds:
             return self.inner(*arguments, **named)
-        if self._draws is not None:
+        if self._draws is not None and self._draws.has_split:
             self._draws.check()
         return self.seeds[0][0].pass_through(self, *arguments)
 

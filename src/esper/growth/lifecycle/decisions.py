@@ -230,14 +230,14 @@ def epoch_ended(
     actions = [f"{type(action).__name__.lower()} {action.slot}: {action.reason}" for action in decision.actions]
     views = []
     for state in slot_states(lifecycles):
-        gradients = state.gradients
+        seed, gradients = state.seed, state.gradients
         gain = None if state.contribution is None else state.contribution.gain
         views.append(
             SlotView(
                 slot=state.place.name,
-                number=None if state.seed is None else state.seed.number,
+                number=None if seed is None else seed.number,
                 stage=state.stage.name,
-                blueprint=state.blueprint,
+                blueprint=None if seed is None else seed.blueprint,
                 alpha=state.alpha,
                 age=state.age,
                 health=None if gradients is None else gradients.health,

@@ -490,7 +490,8 @@ class Lifecycles(Generic[AnyBackend]):
     def added(self) -> Cost:
         """Return the cost of all seeds, including those not connected yet, and of the weights between units of kept ones."""
         kept = [(slot.wide, slot.place.chain) for slot in self.slots.values() if slot.stage is Stage.FOSSILIZED and slot.wide]
-        return total([*(self.cost(name) for name in self.slots), cost_between(kept)])
+        between = [cost_between(kept)] if len(kept) > 1 else []
+        return total([*(self.cost(name) for name in self.slots), *between])
 
     def connected(self) -> Cost:
         """Return the cost of the seeds that take part in the host's forward pass."""

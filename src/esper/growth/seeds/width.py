@@ -43,7 +43,7 @@ from torch.nn.functional import (
 from torch.nn.utils.parametrizations import weight_norm
 
 from esper.growth.host.layout import Place, Through, Units
-from esper.growth.host.own_draws import mark
+from esper.growth.host.own_draws import OwnDraws, mark
 from esper.growth.host.slots import WidePatch
 from esper.growth.host.units import LAYERS, Layer, axis_of, has_weight_norm, layer_of, part_of, tensors_of
 from esper.growth.lifecycle.stages import Cost
@@ -273,8 +273,9 @@ class WidthSeed(Seed):
         host, *parts = torch.split(given, [given.shape[axis] - sum(sizes), *sizes], axis)  # `host`: with the units of joined seeds
         # A copy in the layout of the host's own tensors, so that the layer computes the same bits as without new units.
         host = host.clone(memory_format=torch.preserve_format) if sum(sizes) else given
-        for given_part in (host, *parts):
-            mark(given_part, [], axis)
+        if OwnDraws.active:
+            for given_part in (host, *parts):
+                mark(given_part, [], axis)
         own = host.shape[axis] - sum(plan.inputs for _, plan, _ in joined)
         output: Tensor = compute_joined(patch.module, joined, host) if joined else patch.inner(host)
         made: list[Tensor] = []
@@ -299,10 +300,10 @@ class WidthSeed(Seed):
                 new = part.new(host if reads_host else given.narrow(axis, 0, own + plan.seen_inputs))
                 made.append(new if part.inner is None else new + part.inner(x_new))
         if not made:
-            return mark(output, [], axis)
+            return mark(output, [], axis) if OwnDraws.active else output
         is_compiling = torch.compiler.is_compiling()  # compiled code has an order of its own
         wide = torch.cat([output if is_compiling else _WithDenseGradient.apply(output), *made], axis)  # type: ignore[no-untyped-call]
-        return mark(wide, [new.shape[axis] for new in made], axis)
+        return mark(wide, [new.shape[axis] for new in made], axis) if OwnDraws.active else wide
 
     def connect(self, patches: Mapping[str, Any], is_connected: bool) -> None:
         """Put the new units into the host's tensors, or take them out. `patches` are `WidePatch`es by the name of their module."""
