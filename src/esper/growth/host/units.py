@@ -150,6 +150,7 @@ def random_units(like: Tensor, axis: int, count: int) -> Tensor:
 def chains(units: Sequence[Units]) -> list[tuple[Units, ...]]:
     """Return the longest chains of units in which a layer that reads one is the only producer of the next.
 
+    >>> from esper.growth.host.layout import Reader
     >>> a = Units(("a",), (), (Reader("b", 1),), 4, 1)
     >>> b = Units(("b",), (), (Reader("c", 1),), 8, 1)
     >>> [[one.name for one in chain] for chain in chains([a, b])]
