@@ -60,9 +60,8 @@ class Event(msgspec.Struct, metaclass=EventMeta, frozen=True, kw_only=True, tag_
     LampLit(step=3, brightness=0.5, env=7)
     """
 
-    env: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)] | None = (
-        None  # index of the environment, or of the host in a fleet; None if it concerns all
-    )
+    # Index of the environment, or of the host in a fleet; None if the event concerns all.
+    env: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)] | None = None
 
     @property
     def kind(self) -> str:

@@ -446,7 +446,7 @@ def test_a_further_step_needs_a_contribution_that_tells_how_much_was_gained() ->
 
 
 def test_longer_training_is_the_alternative_to_a_row_of_layers_and_not_to_one_of_its_sizes() -> None:
-    """Of two sizes of one row the smaller is more than 25 times as good as longer training, and the larger, which ends lower, is not."""
+    """A row has two sizes. Only the smaller one beats longer training 25 times, and the larger one ends lower."""
     sizes = [
         Candidate("small", Cost(4_000, round(0.1 * HOST.flops)), rent=0.004, promise=0.0035, load=60.0, widened=("a",)),
         Candidate("large", Cost(40_000, round(0.8 * HOST.flops)), rent=0.004, promise=0.009, load=60.0, widened=("a", "b")),

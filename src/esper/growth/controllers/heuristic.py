@@ -80,7 +80,7 @@ class Heuristic:
         self.lifecycle = config.lifecycle
         self._looks_at: int | None = None  # epoch after which the requested probe has results
         self._is_next_step = False  # the requested probe is for a further step of growth
-        self._has_grown = False
+        self._has_grown = False  # ends the early checks
         self._cannot_judge = ""  # why no seed can be kept here, such as validation data in one batch
         self._has_warned = False  # about intervals that cannot decide
 
@@ -130,8 +130,8 @@ class Heuristic:
         first, has_candidates = self._first_look(state.epochs), any(slot.candidates for slot in state.slots)
         if state.epoch < first - 1 or not has_candidates or not self._is_in_time(state.epochs, at=state.epoch + 1):
             return False, ""
-        # The first checks only need a starved host, and are repeated until a seed grows, because projections become better with time. Later
-        # ones need a jump or a plateau of the training loss too.
+        # Early checks only need a starved host. They are repeated until a seed grows, because projections become better with time. Later
+        # checks need a jump or a plateau of the training loss too.
         if any(slot.stage in LIVING for slot in state.slots):  # wait for the verdict on the present seeds
             return False, ""
         verdict = starvation(state, self.rules)
@@ -377,9 +377,9 @@ def choose(state: GrowthState, rules: HeuristicConfig, *, longer_training: float
         rules = msgspec.structs.replace(rules, longer_training=longer_training)
     options = [(slot, option) for slot in state.slots for option in _worthy(slot, state, rules)]
     # Longer training is the alternative to growing a row of layers, whose sizes are compared by what they are worth at the end.
-    fast = [one for one in options if speed_over_longer_training(state, one[1]) >= rules.longer_training]
-    rows = {unit for _, candidate in fast for unit in candidate.widened}
-    options = [one for one in options if one in fast or rows & set(one[1].widened)]
+    is_fast = [speed_over_longer_training(state, candidate) >= rules.longer_training for _, candidate in options]
+    rows = {unit for (_, candidate), fast in zip(options, is_fast, strict=True) if fast for unit in candidate.widened}
+    options = [one for one, fast in zip(options, is_fast, strict=True) if fast or not rows.isdisjoint(one[1].widened)]
     plan: dict[str, Candidate] = {}
     allowed = Allowance(state.seeds_left, state.parameters_left, state.flops_left)
     left = state.scale.above_floor(state.train_losses)[-1]

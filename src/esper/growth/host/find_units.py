@@ -538,7 +538,7 @@ def _try(host: nn.Module, leaves: Mapping[str, nn.Module], example_input: Any, p
 
 
 def _problem_with(before: Sequence[Tensor], after: Sequence[Tensor], *, is_read: bool) -> _Impossible | None:
-    """Return what the outputs of a scope, without and with new units, say against them; `is_read`: by a layer."""
+    """Compare the outputs of a scope without and with new units; return why they cannot be widened. `is_read`: a layer reads them."""
     if not is_read:
         return _Impossible("are read by no layer of their own, only by the host's output")
     for one, other in zip(before, after, strict=True):

@@ -1,4 +1,4 @@
-"""Random numbers of new units in functions of the host: `dropout` and attention with a dropout, which know nothing of units.
+"""Split functions of the host that draw random numbers, `dropout` and attention with a dropout, between the host's units and new ones.
 
 Without this, a wide tensor in such a function would draw other numbers for the host's own units than the host's tensor does. So the
 function is computed twice, for the host's units with the host's random numbers, and for those of each seed with numbers that nobody else

@@ -46,8 +46,8 @@ def attach(module: nn.Module, seed: Seed, home: SeedHome) -> RemovableHandle:
 
 def find_homes(host: nn.Module, names: Sequence[str], example_input: Any) -> dict[str, SeedHome]:
     """Return the home of the seed of each of these submodules: the submodule itself, unless it runs or counts its children."""
-    # Containers are known by their type. Other modules with children are tried out: all at once, and one by one if that fails for a reason
-    # other than that some of them run their children.
+    # Containers are known by their type. Other modules with children are tried out, all at once. Those that run their children are found
+    # by that. If the trial fails for another reason, try the modules one by one.
     counting = {name for name in names if _counts_children(host.get_submodule(name))}
     untested = [name for name in names if name not in counting and _children_of(host.get_submodule(name))]
     while untested and (found := _counting_by_trial(host, untested, example_input)) is not None:
