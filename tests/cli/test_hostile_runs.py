@@ -14,6 +14,7 @@ import pytest
 from esper.cli.main import main
 from esper.files import remove
 from tests.cli.test_ppo import OPTIONS as PPO
+from tests.cli.test_watch import make_all
 from tests.faults.damage import limited
 from tests.faults.hostile import ESCAPE, with_escapes
 from tests.runs.made import made_growth, made_ppo
@@ -101,7 +102,7 @@ SHOWING = (
 )
 
 
-@pytest.mark.parametrize("kind", ["growth", "ppo"])
+@pytest.mark.parametrize("kind", ["growth", "ppo", "controller", "arena"])
 def test_no_command_prints_control_characters_of_names_labels_settings_and_events(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,8 +110,11 @@ def test_no_command_prints_control_characters_of_names_labels_settings_and_event
     made_ppo(tmp_path / "runs" / "good", [1.0])
     if kind == "growth":
         made_growth(run, [1.0, 0.5], twin=[1.0, 0.7], **shared)
-    else:
+    elif kind == "ppo":
         made_ppo(run, [1.0], **shared)
+    else:
+        make_all(tmp_path / "all")
+        (tmp_path / "all" / kind).rename(run)
     (run / "labels.json").write_text(json.dumps({"tags": [f"a{ESCAPE}"], "note": f"b{ESCAPE}"}))
     lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     steered = [with_escapes(line) for line in lines] + [{**lines[-1], "kind": f"own{ESCAPE}"}]

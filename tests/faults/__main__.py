@@ -300,6 +300,7 @@ def run(*, short: bool, only: Sequence[str], jobs: int, seconds: float = math.in
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     root = Path(tempfile.mkdtemp(prefix="esper-faults-", dir=memory))
     os.environ["XDG_CACHE_HOME"] = str(root / "cache")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # autograd that has seen a GPU refuses to work in forked processes
     begin = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     rows: dict[str, Tally] = {}

@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 
 from esper.runs import index as event_index
 from esper.runs.events import EventError
+from esper.runs.foreign import clean
 from esper.runs.index import EventIndex, Series, thinned
 
 
@@ -96,6 +97,14 @@ def test_lines_that_cannot_be_read_are_counted_and_the_others_are_there(tmp_path
     assert index.refresh() == 97
     assert index.skipped == 3
     assert index.series("update/loss").values.tolist() == [float(step) for step in range(100) if step not in (40, 41, 70)]
+
+
+@pytest.mark.parametrize("name", ['with "quotes"', "back\\slash", "with \x08 control"])
+def test_names_that_no_fast_reader_takes_are_read_all_the_same(name: str, tmp_path: Path) -> None:
+    index = write(tmp_path / "events.jsonl", [line(step=step, loss=0.5, **{name: 1.0}, parts={name: float(step)}) for step in range(3)])
+    assert index.refresh() == 3
+    assert index.series(f"update/{clean(name)}").values.tolist() == [1.0, 1.0, 1.0]
+    assert index.series(f"update/parts/{clean(name)}").values.tolist() == [0.0, 1.0, 2.0]
 
 
 def test_records_in_lists_hosts_and_ranks_have_names_of_their_own(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from esper.cli.command import FAILED, OK, CommandError, CommandResult
 from esper.cli.parse import parse
 from esper.config import Config, NonNegativeInt
 from esper.files import reason_of
+from esper.runs.foreign import clean, quoted
 
 if TYPE_CHECKING:
     import torch
@@ -57,12 +58,12 @@ def _listed(folder: Path, prog: str) -> CommandResult:
     for path in list_replays(folder):
         try:
             about = about_replay(read_replay(path))
-            print(f"{path}  {' against '.join(about['players'])}: {about['result']} after {about['seconds']:.1f} s")
+            print(f"{clean(path)}  {' against '.join(about['players'])}: {about['result']} after {about['seconds']:.1f} s")
             found.append({"file": str(path), **about})
         except ReplayError as error:
-            print(f"{path}  cannot be read: {error}")
+            print(f"{clean(path)}  cannot be read: {clean(str(error))}")
             found.append({"file": str(path), "error": str(error)})
-    print(f"more of one of them: {prog} FILE; all in the browser: esper arena watch {folder}")
+    print(f"more of one of them: {prog} FILE; all in the browser: esper arena watch {quoted(folder)}")
     return CommandResult({"replays": found})
 
 

@@ -22,6 +22,7 @@ from esper.cli.watch import STATE_STYLES, TWIN_OF, sparkline
 from esper.runs.analysis import ABOUT_BLUEPRINTS, Analysis, BlueprintRow, signed
 from esper.runs.catalog import settings_of
 from esper.runs.compare import shown_setting
+from esper.runs.foreign import quoted
 from esper.runs.health import problem_in_words
 from esper.runs.opponents import clock, result_of
 from esper.text_table import figure
@@ -348,7 +349,7 @@ def _analysis(page: dict[str, Any], width: int) -> list[Part]:
         return []
     found = page.get("analysis")
     if not found:
-        how = f"Measure them with: esper analyse {page['summary']['folder']}"
+        how = f"Measure them with: esper analyse {quoted(page['summary']['folder'])}"
         return _titled("worth of the seeds", Text(f"Shapley values and the interaction of seeds are not measured yet. {how}", style="dim"))
     if "problem" in found:
         return _titled("worth of the seeds", Text(found["problem"], style="yellow"))
@@ -451,14 +452,14 @@ def _replays(page: dict[str, Any], *, is_open: bool) -> list[Part]:
     if not rows:
         is_training = page["summary"]["state"] == "running"
         how = "The next evaluation records one, unless eval_replays or eval_battles is 0." if is_training else ""
-        how = how or f"Record one: esper arena eval {folder} --replay {folder}"
+        how = how or f"Record one: esper arena eval {quoted(folder)} --replay {quoted(folder)}"
         return _titled("battles", Text(f"No battle is recorded. {how}", style="dim"))
     table = _table("battle", "players", "result", "length", "recorded", left=3)
     for row in rows if is_open else rows[:3]:
         players = Text(row["problem"], style="yellow") if row["problem"] else Text(" against ".join(row["players"]))
         table.add_row(Text(row["name"]), players, Text(result_of(row)), clock(row["seconds"]), age(page["now"] - row["time"]))
     more = "" if is_open or len(rows) <= 3 else f"{len(rows) - 3} more are recorded. "
-    return _titled("battles", table, Text(f"{more}Play them with: esper arena watch {folder}", style="dim"))
+    return _titled("battles", table, Text(f"{more}Play them with: esper arena watch {quoted(folder)}", style="dim"))
 
 
 # Problems and settings

@@ -407,7 +407,10 @@ def _reader_of(kind: str, event: dict[str, Any]) -> _Reader | None:
     if fields not in _readers:
         if len(_readers) >= MAX_READERS:
             _readers.clear()
-        _readers[fields] = _made_reader(kind, event)
+        try:
+            _readers[fields] = _made_reader(kind, event)
+        except (TypeError, ValueError):  # msgspec takes no names with quotes or control characters
+            _readers[fields] = None
     return _readers[fields]
 
 
@@ -454,10 +457,7 @@ def _made_reader(kind: str, event: dict[str, Any]) -> _Reader | None:
         else:
             fields.append((own, msgspec.Raw))
     renamed = {f"f{number}": name for number, name in enumerate(event)}
-    try:
-        struct = msgspec.defstruct("Line", fields, rename=renamed, forbid_unknown_fields=True, gc=False)
-    except (TypeError, ValueError):
-        return None
+    struct = msgspec.defstruct("Line", fields, rename=renamed, forbid_unknown_fields=True, gc=False)
     return _Reader(kind, tuple(names), msgspec.json.Decoder(struct), attrgetter(*paths))
 
 
