@@ -7,6 +7,7 @@ streams can be saved and continued exactly.
 from __future__ import annotations
 
 import hashlib
+import random
 from typing import Any
 
 import numpy as np
@@ -139,3 +140,25 @@ def _packed(generator: NumpyGenerator) -> dict[str, Any]:
 
 def _unpacked(packed: dict[str, Any]) -> dict[str, Any]:
     return {**packed, "state": {key: int(value) for key, value in packed["state"].items()}}
+
+
+def global_state() -> dict[str, Any]:
+    """Return the states of the global random generators, which dropout and the loaders of users draw from."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+    return {
+        "torch": pytorch.get_rng_state(),
+        "cuda": pytorch.cuda.get_rng_state_all() if pytorch.cuda.is_available() else [],
+        "python": [version, list(words), gauss],
+        "numpy": [name, np.asarray(keys), int(position), int(has_gauss), float(cached)],
+    }
+
+
+def set_global_state(state: dict[str, Any]) -> None:
+    """Restore the states that `global_state` returned."""
+    pytorch.set_rng_state(state["torch"])
+    if pytorch.cuda.is_available() and state["cuda"]:
+        pytorch.cuda.set_rng_state_all(state["cuda"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(state["numpy"]))  # noqa: NPY002

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from esper.growth import Grower, Grown, GrowthConfig, Planned, Slotted, add_slots, grow
 from esper.growth.config import LifecycleConfig
 from esper.growth.lifecycle.ledger import SeedRecord
-from esper.growth.lifecycle.stages import Action, Decision, GrowthState
+from esper.growth.lifecycle.stages import Action, Decision, GrowthState, Trial
 from esper.growth.metrics import accuracy
 from esper.growth.training import default_optimizer
 from esper.runs import Event
@@ -71,13 +71,15 @@ class Script:
     actions: Mapping[int, Sequence[Action]] = field(default_factory=dict)
     probes: Sequence[int] = ()
     not_probed: frozenset[tuple[str, str]] = frozenset()
+    trials: Mapping[int, Sequence[Trial]] = field(default_factory=dict)
     name: str = "script"
     states: list[GrowthState] = field(default_factory=list)
 
     def decide(self, state: GrowthState) -> Decision:
         self.states.append(state)
         actions = tuple(self.actions.get(state.epoch, ()))
-        return Decision(actions, "as written", probe=state.epoch in self.probes, not_probed=self.not_probed)
+        trials = tuple(self.trials.get(state.epoch, ()))
+        return Decision(actions, "as written", probe=state.epoch in self.probes, not_probed=self.not_probed, trials=trials)
 
     def state_dict(self) -> dict[str, object]:
         return {}

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from esper.controller.config import NORM
-from esper.controller.plans import Move
 from esper.controller.table import Feature, FeatureTable, Scale, flag, log, share, signed_log
 from esper.growth.controllers.heuristic import projected_loss
+from esper.growth.controllers.moves import Move
 from esper.growth.host.layout import Kind
 from esper.growth.lifecycle.stages import GrowthState, SlotState, Stage
 from esper.growth.seeds.blueprints import KINDS

@@ -13,34 +13,16 @@ segment and after a quarter of the training (see `looks`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from esper.controller.config import BRANCHES, LOOKS, MOVES, WIDENINGS
 from esper.growth.controllers.baselines import see_through
-from esper.growth.lifecycle.stages import Action, Candidate, Cost, Decision, Germinate, GrowthState, SlotState, may_germinate
-from esper.growth.measure.contribution import Allowance, total
+from esper.growth.controllers.moves import Choice, Move, affordable, allowance_of, longest_rows, possible_choices
+from esper.growth.lifecycle.stages import Decision, GrowthState
+from esper.growth.measure.contribution import Allowance
 from esper.rng import Streams
-
-Choice = tuple[SlotState, Candidate]
-
-
-@dataclass(frozen=True)
-class Move:
-    """Seeds that germinate together, each in a slot of its own. Without any seed, it grows nothing."""
-
-    name: str
-    choices: tuple[Choice, ...] = ()
-
-    @cached_property
-    def cost(self) -> Cost:
-        return total(candidate.cost for _, candidate in self.choices)
-
-    def germinate(self, reason: str) -> list[Action]:
-        return [Germinate(slot=slot.place.name, reason=reason, blueprint=candidate.blueprint) for slot, candidate in self.choices]
-
 
 NOTHING = Move("nothing")
 
@@ -60,9 +42,9 @@ def _look(share: float, epochs: int | None) -> int:
 
 def moves(state: GrowthState) -> list[Move]:
     """Return the moves that are possible now. Of those that would grow the same, only the first is returned."""
-    possible, found = _possible_choices(state), list[Move]()
+    possible, found = possible_choices(state), list[Move]()
     for name in MOVES:
-        move = _named(name, possible, _allowance(state))
+        move = _named(name, possible, allowance_of(state))
         if move.choices and all(move.choices != other.choices for other in found):
             found.append(move)
     return found
@@ -70,7 +52,7 @@ def moves(state: GrowthState) -> list[Move]:
 
 def move_named(name: str, state: GrowthState) -> Move:
     """Return a move by its name, as far as the slots and the budget allow it now."""
-    return NOTHING if name == NOTHING.name else _named(name, _possible_choices(state), _allowance(state))
+    return NOTHING if name == NOTHING.name else _named(name, possible_choices(state), allowance_of(state))
 
 
 def make_move(state: GrowthState, move: Move, reason: str, *, about: str = "", probe: bool = False) -> Decision:
@@ -82,48 +64,12 @@ def make_move(state: GrowthState, move: Move, reason: str, *, about: str = "", p
     return Decision((*grown, *see_through(state, {action.slot for action in grown})), about, probe=probe)
 
 
-def _allowance(state: GrowthState) -> Allowance:
-    return Allowance(state.seeds_left, state.parameters_left, state.flops_left)
-
-
-def _possible_choices(state: GrowthState) -> dict[str, list[Choice]]:
-    """Return blueprint -> the slots in which it may germinate. The budget is checked for each of them as if it were the only one."""
-    allowed = _allowance(state)
-    found: dict[str, list[Choice]] = {}
-    for slot in state.slots:
-        for candidate in slot.candidates:
-            if may_germinate(slot, allowed.refusal(candidate.cost)).passed:
-                found.setdefault(candidate.blueprint, []).append((slot, candidate))
-    return found
-
-
 def _named(name: str, possible: Mapping[str, list[Choice]], allowed: Allowance) -> Move:
     wanted: list[Choice] = []
     for part in name.split(" and "):
         some = [choice for blueprint in (BRANCHES if part == "deep" else (part,)) for choice in possible.get(blueprint, [])]
         wanted += longest_rows(some) if part in WIDENINGS else some
-    return Move(name, _affordable(wanted, allowed))
-
-
-def longest_rows(widenings: Iterable[Choice]) -> list[Choice]:
-    """Return the widenings of the longest rows of layers, such that no layer is widened twice."""
-    chosen: list[Choice] = []
-    widened = set[str]()
-    for slot, candidate in sorted(widenings, key=lambda choice: len(choice[1].widened), reverse=True):
-        if not widened & set(candidate.widened):
-            chosen.append((slot, candidate))
-            widened |= set(candidate.widened)
-    return chosen
-
-
-def _affordable(wanted: Iterable[Choice], allowed: Allowance) -> tuple[Choice, ...]:
-    """Return the choices that fit the budget together, the first one of every slot."""
-    chosen: dict[str, Choice] = {}
-    for slot, candidate in wanted:
-        if slot.place.name not in chosen and allowed.refusal(candidate.cost) is None:
-            chosen[slot.place.name] = (slot, candidate)
-            allowed = allowed.after(candidate.cost)
-    return tuple(chosen.values())
+    return Move(name, affordable(wanted, allowed))
 
 
 OnMove = Callable[[GrowthState, Move], Any]

@@ -115,6 +115,14 @@ def ranks_of(model: nn.Module) -> Group:
     return group
 
 
+def check_keep(keep: object, best_by: str | None) -> None:
+    """Raise a GrowthError unless `keep` and `best_by` fit together."""
+    if keep not in ("best", "last"):
+        raise GrowthError(f'keep must be "best" or "last", and is {keep!r}')
+    if best_by is not None and keep != "best":
+        raise GrowthError('best_by says which epoch is the best, and keep="last" returns the last one; leave one of them out')
+
+
 def check_ranks(model: nn.Module, group: Group) -> None:
     """Raise a GrowthError if there are several processes but the model is not data-parallel: each would grow another model."""
     if group.world_size == 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

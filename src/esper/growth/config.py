@@ -99,6 +99,17 @@ class HeuristicConfig(Config):
     data_change: PositiveFloat = 1.3  # a training loss this many times higher than before is taken as a change in the data
 
 
+class LookaheadConfig(Config):
+    """What the controller `lookahead` tries, and for how long."""
+
+    trials: PositiveInt = 5  # plans that are tried at a look, at most
+    epochs: PositiveFloat = 1.0  # length of a trial, at most 1
+
+    def check(self) -> None:
+        if self.epochs > 1:
+            raise ConfigError("epochs", expected="a float > 0 and <= 1", got=self.epochs)
+
+
 class SeedOptimizerConfig(Config):
     """How seeds learn. Their optimisers are like the host's, with the settings of the group that holds the slot's module."""
 
@@ -161,6 +172,7 @@ class GrowthConfig(Config):
     lifecycle: LifecycleConfig = LifecycleConfig()
     governor: GovernorConfig = GovernorConfig()
     heuristic: HeuristicConfig = HeuristicConfig()
+    lookahead: LookaheadConfig = LookaheadConfig()
     baseline: BaselineConfig = BaselineConfig()
     seed_optimizer: SeedOptimizerConfig = SeedOptimizerConfig()
     thresholds: ThresholdsConfig = ThresholdsConfig()

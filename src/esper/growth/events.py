@@ -157,6 +157,31 @@ class PassedOver(Event, tag="passed_over"):
     reasons: dict[str, dict[str, str]]  # slot -> blueprint -> the rule that rejected it
 
 
+class TrialEnded(msgspec.Struct, frozen=True):
+    """What came of one of the alternatives that were tried; a part of `TrialsCompared`."""
+
+    name: str
+    val_loss: float  # infinite if a loss was not finite
+    rent: float  # of all seeds in it
+    steps: int  # of training, the same for all but those that failed
+    gflops: float  # of these steps and of the evaluation
+
+    @property
+    def worth(self) -> float:
+        """Return the loss with the rent: the lowest is the best."""
+        return self.val_loss + self.rent
+
+
+class TrialsCompared(Event, tag="trials_compared"):
+    """Copies of the training have tried what the controller considered, and the best one goes on."""
+
+    epoch: int
+    chosen: str  # name of the trial that goes on
+    trials: list[TrialEnded]
+    gflops_lost: float  # of all others
+    seconds: float  # of all trials
+
+
 class Widened(Event, tag="widened"):
     """A width seed has germinated: layers make more units."""
 

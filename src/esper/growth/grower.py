@@ -45,7 +45,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from esper.display import Card
-from esper.growth.arguments import check_alphas, check_fit_together, check_grown_are_trained, check_ranks, players, ranks_of
+from esper.growth.arguments import check_alphas, check_fit_together, check_grown_are_trained, check_keep, check_ranks, players, ranks_of
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.controllers.baselines import with_settings
 from esper.growth.events import BestRestored, EpochEnded, Folded
@@ -56,22 +56,20 @@ from esper.growth.host.units import layer_of, part_of
 from esper.growth.lifecycle.backend import ModuleBackend, make_backends
 from esper.growth.lifecycle.decisions import carry_out, epoch_ended, growth_state, shrink_least
 from esper.growth.lifecycle.governor import Diverged, LossRange
-from esper.growth.lifecycle.ledger import LEDGER_HEADING, ledger_rows
 from esper.growth.lifecycle.lifecycles import Lifecycles
 from esper.growth.lifecycle.recovery import Recovery
-from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, Stage
+from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, Stage, Trial
 from esper.growth.measure.contribution import AlphaSearch, Evaluate, Measurement, modes_kept, search_alpha
-from esper.growth.metrics import check_metrics, noting
-from esper.growth.report.story import metric_in_words
-from esper.growth.report.summary import ProgressLines, counted
+from esper.growth.metrics import averaged, check_metrics, noting
+from esper.growth.report.summary import ProgressLines, training_card
 from esper.growth.seed_steps import SeedSteps
 from esper.growth.seeds.learner import MakeOptimizer, innermost, reading_waits
 from esper.growth.seeds.shadow import Closure
 from esper.growth.telemetry import Callbacks, GrowthTelemetry, SinksWithoutLog, check_sinks
+from esper.growth.trials import TrialFailed, Trials
 from esper.runs import CheckpointStore, Event, Sink
 from esper.runs.versions import Versions
 from esper.statistics import Interval
-from esper.text_table import figure
 
 KIND = Versions("growth")  # of checkpoints that hold the state of a grower, as their part "grower"
 STEPS_PER_EPOCH = 1_000_000  # more than any epoch has: checkpoints are numbered epoch * STEPS_PER_EPOCH + step
@@ -82,10 +80,10 @@ class Grower:
 
     `optimizer`, `scaler` and `scheduler` are the user's own. A loop with several optimisers, such as Muon for matrices and AdamW for the
     rest, passes them in a list: a seed follows those that train the parameters next to it, or that it becomes a part of. The first one
-    counts the steps. The grower follows the learning rates and keeps the states of all
-    of them in its snapshots; `scheduler` may be any object with `state_dict` and `load_state_dict`. The first snapshot is taken here and
-    again in `begin`, so load weights and optimiser states before one of the two. `epochs` is the planned length of the training: a
-    controller that knows it does not grow too late. Without a `config`, a trained controller grows as it was trained (see `grow`).
+    counts the steps. The grower follows the learning rates and keeps the states of all of them in its snapshots; `scheduler` may be any
+    object with `state_dict` and `load_state_dict`. The first snapshot is taken here and again in `begin`, so load weights and optimiser
+    states before one of the two. `epochs` is the planned length of the training: a controller that knows it does not grow too late. Without
+    a `config`, a trained controller grows as it was trained (see `grow`).
 
     Rents and thresholds are fractions of the loss of a constant predictor. That loss is `config.governor.uninformed_loss` if set, else
     `scale` if given, else the mean training loss of the first epoch.
@@ -124,10 +122,7 @@ class Grower:
         telemetry: GrowthTelemetry | None = None,
     ) -> None:
         self.optimizers = check_fit_together(slotted, optimizer, config)
-        if keep not in ("best", "last"):
-            raise GrowthError(f'keep must be "best" or "last", and is {keep!r}')
-        if best_by is not None and keep != "best":
-            raise GrowthError('best_by says which epoch is the best, and keep="last" returns the last one; leave one of them out')
+        check_keep(keep, best_by)
         own_callbacks, sinks = Callbacks(callbacks), check_sinks(sinks)
         self.slotted, self.scaler, self.epochs = slotted, scaler, epochs
         self.controller, self.config = with_settings(controller, config)
@@ -168,6 +163,7 @@ class Grower:
             group=self._group,
             on_first_step=self._note_gradients,
         )
+        self._trials = Trials(slotted, self.lifecycles, self._recovery, self._steps, self._measurement, self._averages)
         slotted.on_bake = self._close_lives
 
     def _note_gradients(self) -> None:
@@ -231,11 +227,11 @@ class Grower:
                 'call after_step(loss, closure=lambda: loss_fn(slotted(x), y)), or use raise_mode "joint"'
             )
         # Count the samples of all ranks; their batches have the same size. The count of the model's calls is 0 if none was seen.
-        if samples is None:
-            samples = self.slotted.calls.samples or None
+        samples = (self.slotted.calls.samples or None) if samples is None else samples
         samples = None if samples is None else samples * self._group.world_size
         # On a GPU, or with several ranks, reading every loss would wait; there the governor checks the losses at the end of the epoch.
         is_read = not reading_waits(value) and self._group.world_size == 1
+        self._trials.take_first(by=self.controller.name)
         is_lost, is_skipped = is_read and not math.isfinite(float(value)), self._steps.has_overflowed()
         self.history.skipped = self.history.skipped + is_skipped
         if not is_lost:
@@ -313,7 +309,7 @@ class Grower:
         promises = self._steps.end_epoch()
         self.lifecycles.end_epoch(chunks, val_loss, measured.contributions, self._group.first(lambda: promises))
         if values:
-            self._metrics = self._averaged_metrics(values)
+            self._metrics = averaged(values, self._group)
         # Restore a snapshot after a disaster; otherwise let the controller decide.
         if verdict.is_disaster:
             self._go_back(verdict.reason)
@@ -325,9 +321,8 @@ class Grower:
             decision = self._decide()
         self._steps.note_seeds()
         self._steps.prepare()
-        device = next(self.slotted.model.parameters()).device
+        device, shown = next(self.slotted.model.parameters()).device, self._metrics if values else {}
         resources = {} if self.telemetry is None else self.telemetry.resources.read(device)
-        shown = self._metrics if values else {}
         ended = epoch_ended(self.lifecycles, decision, learning_rate=self._learning_rate(), resources=resources, metrics=shown)
         self.lifecycles.emit(ended)
         if self.telemetry is not None:
@@ -371,7 +366,7 @@ class Grower:
             evaluate = noting(evaluate, found, values)
         with self._steps.prober.paused(), modes_kept(self.slotted), self.slotted.without(on_trial):
             last_loss = self._measurement.losses(evaluate).mean
-        last_metrics = self._averaged_metrics(values) if values else {}
+        last_metrics = averaged(values, self._group) if values else {}
         if states.rank(last_loss, last_metrics) <= states.rank(best.val_loss, best.metrics):
             return None
         self._steps.stop_watching(discard=True)
@@ -424,22 +419,14 @@ class Grower:
 
     def card(self) -> Card:
         """Return the training so far for notebooks and for the model card of the baked model: figures, and all seeds."""
-        losses, seeds, host = self.history.val_losses, self.ledger.seeds, self.slotted.discovery.host.parameters
-        added = self.lifecycles.added().parameters
-        which, last = ("last", losses[-1:]) if self._restored is None else ("best", [self._restored.val_loss])
-        loss = [f"{figure(losses[0], 3)} → {figure(one, 3)}" for one in last]
-        figures = [
-            ("epochs", str(self.epoch)),
-            *((f"validation loss after the first and the {which} epoch", change) for change in loss),
-            *((f"validation {name}", metric_in_words(name, value)) for name, value in self._metrics.items()),
-            ("parameters", f"{host + added:,} ({added / max(host, 1):+.1%} by seeds)"),
-            ("rollbacks", str(self.rollbacks)),
-            ("controller", self.controller.name),
-            ("optimiser", " and ".join(type(one).__name__ for one in self.optimizers)),
-        ]
-        name = type(unwrap(self.slotted.model)).__name__
-        title = f"{name}: kept {self.ledger.count('kept')} of {counted(len(seeds), 'seed')}"
-        return Card(title, figures, LEDGER_HEADING, ledger_rows(seeds, is_short=True))
+        return training_card(
+            type(unwrap(self.slotted.model)).__name__,
+            self.lifecycles,
+            restored=self._restored,
+            metrics=self._metrics,
+            controller=self.controller.name,
+            optimizers=[type(one).__name__ for one in self.optimizers],
+        )
 
     def _close_lives(self) -> Card:
         """Note that the model was baked, which removes the seeds that still live. Return the card of the training."""
@@ -496,7 +483,7 @@ class Grower:
         self._emit_events()
         return removed
 
-    # Decisions and rollbacks
+    # Decisions, trials and rollbacks
 
     def state(self) -> GrowthState:
         """Return the input of the controller: the numbers of this epoch and of every slot."""
@@ -508,15 +495,35 @@ class Grower:
     def _decide(self) -> Decision:
         """Ask the controller of rank 0, and carry out its decision on all ranks."""
         decision = self._group.first(lambda: self.controller.decide(self.state()))
-        for action in decision.actions:
+        for action in (*decision.actions, *(action for trial in decision.trials for action in trial.actions)):
             self.slotted.slot(action.slot)  # raises an error that lists the slots, if this one does not exist
         carry_out(self.lifecycles, decision, by=self.controller.name)
+        self._trials.request(decision)
         if decision.probe and not self.lifecycles.is_over:
             self._steps.prober.request(without=decision.not_probed)
         return decision
 
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """What the controller wants to be tried before the next epoch; see `try_out`."""
+        return self._trials.pending
+
+    def try_out(self, train: Callable[[], None], evaluate: Evaluate) -> None:
+        """Let a copy of the training make each of `trials`, and go on with the best one. Call it between an epoch and the next.
+
+        `train` makes the next steps as the training loop does, and calls `after_step` after each. It is called once for every trial and
+        must use the same batches each time. The loop then goes on with the batches after these. `evaluate` is as for `after_epoch`. Under
+        DistributedDataParallel every rank calls this. An error or an interrupt restores the state before the trials.
+        """
+        self._check_is_active()
+        self._emit_events()
+        self._trials.run(train, evaluate, by=self.controller.name)
+        self._emit_events()
+
     def _go_back(self, reason: str) -> None:
         """Restore a snapshot. Raise Diverged if that has happened too often."""
+        if self._trials.are_running:
+            raise TrialFailed(reason)
         self._steps.stop_watching(discard=True)
         self.lifecycles.go_back(reason, self._recovery)
         for average in self._averages:
@@ -529,7 +536,8 @@ class Grower:
             raise
 
     def _emit_events(self) -> None:
-        self.lifecycles.tell(*self._listeners)
+        if not self._trials.are_running:  # the events of a copy are told if it goes on
+            self.lifecycles.tell(*self._listeners)
 
     def _checked_metrics(self, metrics: object) -> dict[str, Any]:
         """Return the metrics by name. Raise a GrowthError if the one that decides about the best epoch is missing."""
@@ -537,11 +545,6 @@ class Grower:
         if by is not None and by not in found:
             raise GrowthError(f"the best epoch is chosen by the metric {by!r}, which is missing; pass metrics={{{by!r}: ...}}")
         return found
-
-    def _averaged_metrics(self, values: dict[str, float]) -> dict[str, float]:
-        """Return the metrics averaged over the ranks."""
-        by_rank = self._group.gather_objects(values)
-        return {name: fmean(rank[name] for rank in by_rank if name in rank) for name in values}
 
     # Resuming
 
@@ -566,9 +569,9 @@ class Grower:
             "lifecycles": self.lifecycles.state_dict(),
             "has_begun": self._has_begun,
             "best_by": self._recovery.best_states.by,
-            "probe": {"steps": self._steps.steps, "length": self._steps.steps_before, "probe": self._steps.prober.state_dict()},
+            "steps": self._steps.state_dict(),
+            "trials": self._trials.state_dict(),
             "measurement": self._measurement.state_dict(),
-            "shadow": self._steps.shadow.state_dict(),
             "averages": [one.average.state_dict() for one in self._averages],
             **({} if self.telemetry is None else {"telemetry": self.telemetry.state_dict()}),
         }
@@ -588,13 +591,11 @@ class Grower:
         self.lifecycles.load_state_dict(state["lifecycles"])
         self.controller.load_state_dict(state["controller"]["state"])
         self._has_begun = state["has_begun"]
-        self._steps.has_stepped_in_epoch = self.history.steps > 0
+        self._trials.load_state_dict(state["trials"])
         self._measurement.load_state_dict(state["measurement"])
-        self._steps.shadow.load_state_dict(state["shadow"])
         if self.telemetry is not None and "telemetry" in state:  # a run without telemetry has none
             self.telemetry.load_state_dict(state["telemetry"])
-        self._steps.prober.load_state_dict(state["probe"]["probe"])
-        self._steps.steps, self._steps.steps_before = state["probe"]["steps"], state["probe"]["length"]
+        self._steps.load_state_dict(state["steps"])
         load_averages(self._averages, state["averages"])
         self._steps.note_seeds()
         self._steps.prepare()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from statistics import fmean
 from typing import Any, SupportsFloat
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from esper.growth.batches import with_article
 from esper.growth.config import GrowthError
 from esper.growth.host.prefix_cache import unrecorded
+from esper.parallel import Group
 
 Metric = Callable[[Any, Any], Any]  # (outputs, targets), or (model, batch) beside a step_loss
 LONGEST_NAME = 80
@@ -163,3 +165,9 @@ def noting(evaluate: Callable[[], Any], metrics: Mapping[str, Any], values: dict
         return losses
 
     return evaluate_and_note
+
+
+def averaged(values: dict[str, float], group: Group) -> dict[str, float]:
+    """Return metrics averaged over the ranks that have them."""
+    by_rank = group.gather_objects(values)
+    return {name: fmean(rank[name] for rank in by_rank if name in rank) for name in values}

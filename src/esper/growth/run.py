@@ -12,14 +12,11 @@ holds the lock of the folder, because another process may have chosen the same f
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-import numpy as np
-import torch
 from torch import nn
 
 from esper.config import load_saved, save
@@ -35,6 +32,7 @@ from esper.growth.lifecycle.stages import Cost
 from esper.growth.report.story import metric_in_words
 from esper.growth.report.summary import result_in_words
 from esper.profiling import TRACE
+from esper.rng import global_state, set_global_state
 from esper.runs import SINK_FOLDERS, Checkpoint, CheckpointRefused, CheckpointStore, Event, EventLog, Sink
 from esper.runs.cards import write_model_card
 from esper.runs.folder import CONFIG, EVENTS, check_holds_a_run, locked, new_folder
@@ -181,7 +179,7 @@ class GrowthRun:
                 f"the checkpoint holds a position in the data, and this loader ({type(loader).__name__}) has no load_state_dict; "
                 "resume with a loader of the same type"
             )
-        _set_random_streams(state["random"])
+        set_global_state(state["random"])
         self._best = state["best"]
         self._checkpoint = None  # free the memory of a second copy of everything
         if foreign := why_foreign_model(self.folder):
@@ -201,7 +199,7 @@ class GrowthRun:
         state = {
             "grower": grower.state_dict(),
             "loader": loader.state_dict() if isinstance(loader, Stateful) else None,
-            "random": _random_streams(),
+            "random": global_state(),
             "val_loss_before": val_loss_before,
             "best": self._best,
             "events_offset": self._log.offset(),
@@ -303,25 +301,3 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-def _random_streams() -> dict[str, Any]:
-    """Return the states of the global random generators, which dropout and the user's loader draw from."""
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "python": [version, list(words), gauss],
-        "numpy": [name, np.asarray(keys), int(position), int(has_gauss), float(cached)],
-    }
-
-
-def _set_random_streams(state: dict[str, Any]) -> None:
-    """Restore the states that `_random_streams` returned."""
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    np.random.set_state(tuple(state["numpy"]))  # noqa: NPY002

@@ -344,3 +344,22 @@ class SeedSteps:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts of steps, the probe and the shadow. The seeds and their optimisers belong to the slots."""
+        return {
+            "steps": self.steps,
+            "steps_before": self.steps_before,
+            "has_stepped": self.has_stepped_in_epoch,
+            "probe": self.prober.state_dict(),
+            "shadow": self.shadow.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state; call `note_seeds` and `prepare` after it."""
+        self.shadow.load_state_dict(state["shadow"])
+        self.prober.load_state_dict(state["probe"])
+        self.steps, self.steps_before = state["steps"], state["steps_before"]
+        self.has_stepped, self.has_stepped_in_epoch = False, state["has_stepped"]

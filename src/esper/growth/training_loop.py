@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from operator import length_hint
 from typing import Any
 
@@ -63,6 +63,10 @@ from esper.growth.telemetry import GrowthTelemetry
 from esper.profiling import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER, TELEMETRY, Part, Profiler
 from esper.runs import Event
 from esper.text_table import did_you_mean
+
+
+class _Stopped(Exception):
+    """The run was asked to stop within a trial."""
 
 
 class Training:
@@ -298,8 +302,10 @@ class Training:
         """Train one epoch, or the rest of one after a resume. Return False if the run was asked to stop."""
         self.model.train()
         batches = iter(self.train_loader)
-        number = grower.history.steps * self.config.accumulate + 1  # of the next batch in the epoch, for errors
         grower.history.start_clock(self.device)
+        if grower.trials and not self._try_out(batches, grower):
+            return False
+        number = grower.history.steps * self.config.accumulate + 1  # of the next batch in the epoch, for errors
         while group := self._next_batches(batches, grower):
             self._train_step(group, grower, first=number)
             number += len(group)
@@ -311,6 +317,25 @@ class Training:
         if not grower.history.steps:
             raise GrowthError("the training loader yields nothing; it needs at least one batch")
         return True
+
+    def _try_out(self, batches: Iterator[Any], grower: Grower) -> bool:
+        """Make the trials that the controller wants, with the first batches of the epoch. Return False if the run was asked to stop."""
+        steps = max(math.ceil(self.config.lookahead.epochs * grower.lifecycles.steps_per_epoch), 1)
+        groups = list(takewhile(bool, (self._next_batches(batches, grower) for _ in range(steps))))
+        evaluate, _ = self._evaluation(grower, with_metrics=False)
+
+        def train() -> None:
+            first = 1
+            for group in groups:
+                self._train_step(group, grower, first=first)
+                first += len(group)
+                if self._should_stop():
+                    raise _Stopped
+
+        with suppress(_Stopped):
+            grower.try_out(train, evaluate)
+        grower.history.start_clock(self.device)  # again, without the time of the trials
+        return not self._should_stop()
 
     def _next_batches(self, batches: Iterator[Any], grower: Grower) -> list[Any]:
         """Return the batches of the next step, empty at the end of the epoch, and record how long the loader took."""

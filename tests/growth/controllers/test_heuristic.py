@@ -225,7 +225,7 @@ def measured(host: dict[str, Any], *, promise: float, flops: float, epochs: int 
 
 def with_looks(now: GrowthState) -> Decision:
     heuristic = Heuristic(GrowthConfig())
-    heuristic.load_state_dict({"looks_at": now.epoch, "is_next_step": False, "has_grown": False, "cannot_judge": ""})
+    heuristic.load_state_dict({"looks_at": now.epoch, "is_next_step": False, "cannot_judge": ""})
     return heuristic.decide(now)
 
 

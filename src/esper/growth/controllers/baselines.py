@@ -8,6 +8,7 @@ from typing import Any
 
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.controllers.heuristic import Heuristic
+from esper.growth.controllers.lookahead import Lookahead
 from esper.growth.lifecycle.stages import (
     Action,
     Advance,
@@ -176,6 +177,7 @@ class Completed:
 
 CONTROLLERS: dict[str, Callable[[GrowthConfig], CompleteController]] = {
     "heuristic": lambda config: Heuristic(config),
+    "lookahead": lambda config: Lookahead(config),
     "never": lambda config: Never(),
     "random": lambda config: Random(seed=config.seed, seeds=config.baseline.random_seeds, until=config.baseline.random_until),
     "schedule": lambda config: Schedule(at=config.baseline.schedule_at),

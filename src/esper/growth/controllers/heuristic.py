@@ -80,7 +80,6 @@ class Heuristic:
         self.lifecycle = config.lifecycle
         self._looks_at: int | None = None  # epoch after which the requested probe has results
         self._is_next_step = False  # the requested probe is for a further step of growth
-        self._has_grown = False  # ends the early checks
         self._cannot_judge = ""  # why no seed can be kept here, such as validation data in one batch
         self._has_warned = False  # about intervals that cannot decide
 
@@ -127,15 +126,15 @@ class Heuristic:
 
     def _look(self, state: GrowthState) -> tuple[bool, str]:
         """Return whether to probe the candidates during the next epoch, and the reason."""
-        first, has_candidates = self._first_look(state.epochs), any(slot.candidates for slot in state.slots)
-        if state.epoch < first - 1 or not has_candidates or not self._is_in_time(state.epochs, at=state.epoch + 1):
+        first, has_candidates = self.first_look(state.epochs), any(slot.candidates for slot in state.slots)
+        if state.epoch < first - 1 or not has_candidates or not self.is_in_time(state.epochs, at=state.epoch + 1):
             return False, ""
         # Early checks only need a starved host. They are repeated until a seed grows, because projections become better with time. Later
         # checks need a jump or a plateau of the training loss too.
         if any(slot.stage in LIVING for slot in state.slots):  # wait for the verdict on the present seeds
             return False, ""
         verdict = starvation(state, self.rules)
-        is_early = not self._has_grown and state.epoch < max(first, self.rules.first_look_until * (state.epochs or first))
+        is_early = not has_grown(state) and state.epoch < max(first, self.rules.first_look_until * (state.epochs or first))
         if is_early and state.epoch + 1 >= LATER_LOOKS * (self._looks_at or 0):
             return verdict.is_starved, "looks for places to grow" if verdict.is_starved else f"leaves the host alone: {verdict.reason}"
         has_just_looked = self._looks_at is not None and state.epoch < self._looks_at + self.rules.plateau_epochs
@@ -150,26 +149,26 @@ class Heuristic:
         is_over = all(slot.place.name in ended for slot in state.slots if slot.stage in LIVING)
         kept = {action.slot for action in actions if isinstance(action, Fossilize)}
         is_kept = any(slot.contribution and is_precise(slot.contribution) for slot in state.slots if slot.place.name in kept)
-        return is_over and is_kept and self._is_in_time(state.epochs, at=state.epoch + 1) and next_step(state, self.rules).is_starved
+        return is_over and is_kept and self.is_in_time(state.epochs, at=state.epoch + 1) and next_step(state, self.rules).is_starved
 
-    def _first_look(self, epochs: int | None) -> int:
+    def first_look(self, epochs: int | None) -> int:
         """Return the epoch of the first check in a training of `epochs` epochs."""
         return max(FIRST_LOOK, round(self.rules.grow_at * epochs) if epochs else FIRST_LOOK)
 
-    def _is_in_time(self, epochs: int | None, *, at: int) -> bool:
+    def is_in_time(self, epochs: int | None, *, at: int) -> bool:
         """Return whether a seed that germinates after epoch `at` is early enough to pay and to be kept."""
         if epochs is None:
             return True
-        return at <= max(self.rules.grow_until * epochs, self._first_look(epochs)) and epochs - at >= self._trial_epochs()
+        return at <= max(self.rules.grow_until * epochs, self.first_look(epochs)) and epochs - at >= self._trial_epochs()
 
     def why_nothing_can_grow(self, epochs: int | None) -> str:
         """Return why a training of `epochs` epochs is too short to grow anything; empty if it is long enough."""
-        first = self._first_look(epochs)
-        if epochs is None or self._is_in_time(epochs, at=first):
+        first = self.first_look(epochs)
+        if epochs is None or self.is_in_time(epochs, at=first):
             return ""
         # Find the shortest training that is long enough, for the advice.
         longer = range(epochs + 1, epochs + MOST_EPOCHS)
-        least = next((count for count in longer if self._is_in_time(count, at=self._first_look(count))), None)
+        least = next((count for count in longer if self.is_in_time(count, at=self.first_look(count))), None)
         advice = "lower heuristic.grow_at" if least is None else f"train for at least {least} epochs, or shorten lifecycle.holding_epochs"
         return (
             f"nothing can grow in {epochs} epochs: the first seed would germinate after epoch {first}, and needs "
@@ -196,20 +195,18 @@ class Heuristic:
             )
         if not plan:
             return [], f"nothing that fits would pay, though {verdict.reason}"
-        self._has_grown = True
         return [Germinate(slot=name, reason=_why(one, state), blueprint=one.blueprint) for name, one in plan], f"grows: {verdict.reason}"
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "looks_at": self._looks_at,
             "is_next_step": self._is_next_step,
-            "has_grown": self._has_grown,
             "cannot_judge": self._cannot_judge,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._looks_at = state["looks_at"]
-        self._is_next_step, self._has_grown, self._cannot_judge = state["is_next_step"], state["has_grown"], state["cannot_judge"]
+        self._is_next_step, self._cannot_judge = state["is_next_step"], state["cannot_judge"]
 
 
 def judge(name: str, measured: Contribution, rent: float, *, may_prune: bool, is_last: bool, undecided: str = "") -> list[Action]:
@@ -226,6 +223,11 @@ def judge(name: str, measured: Contribution, rent: float, *, may_prune: bool, is
         open_end = "" if gain.high < rent else f"; {undecided or 'this is the last look, and leaves it open'}"
         return [Prune(slot=name, reason=words + open_end)]
     return []
+
+
+def has_grown(state: GrowthState) -> bool:
+    """Return whether anything has ever grown in the host, which ends the early checks."""
+    return any(slot.seed is not None or slot.tried for slot in state.slots)
 
 
 def is_precise(measured: Contribution) -> bool:

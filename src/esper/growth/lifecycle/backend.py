@@ -25,7 +25,7 @@ from esper.growth.lifecycle.ledger import Ledger, SeedRecord
 from esper.growth.lifecycle.stages import Stage
 from esper.growth.seeds.blueprints import check_branch, get_blueprint, is_built_in
 from esper.growth.seeds.learner import MakeOptimizer, SeedLearner, routes_of
-from esper.growth.seeds.seed import Blending, WidePlan
+from esper.growth.seeds.seed import SPEC_KEY, Blending, SeedSpec, WidePlan
 from esper.growth.seeds.width import IN_SHADOW
 
 
@@ -272,8 +272,10 @@ class ModuleBackend(SlotBackend):
         if state["seed"] is None:
             self.uproot()
             return
-        # Build a new seed unless the slot still holds the same one. The weights are loaded below.
-        if self.record.number != record.number or self.slot.seed is None:
+        # Build a new seed unless the slot still holds the same one. The weights are loaded below. Where several trainings go on from one
+        # state, a number may stand for another seed in each.
+        held, saved = self.slot.seed, SeedSpec.from_tensor(state["seed"][SPEC_KEY])
+        if self.record.number != record.number or held is None or not saved.builds_same(held.spec):
             seed = self._slotted.rebuilt_seed(self.place.name, state["seed"])
             self.slot.plant(seed)
             self.learner = self._make_learner(seed)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import astuple
 from typing import Any, Generic, Protocol
 
@@ -133,6 +133,10 @@ class Lifecycles(Generic[AnyBackend]):
             event = self._events.popleft()
             for listener in listeners:
                 listener(event)
+
+    def queue(self, events: Iterable[Event]) -> None:
+        """Queue events that the ledger knows already."""
+        self._events.extend(events)
 
     # Moves
 

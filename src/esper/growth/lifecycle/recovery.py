@@ -73,10 +73,8 @@ class Recovery:
         self.hold_moving()
         if not self.has_finite_weights():
             return
-        changing = {name: parameter for name, parameter in self.host.named_parameters() if self._changes(name, parameter)}
-        state = {**self._state(changing), "slots": self.lifecycles.slots_state()}
-        self._snapshots.take({"now": state, "governor": self.lifecycles.governor.loss_state()}, epoch=self.lifecycles.epoch)
-        self._held = {id(parameter) for parameter in changing.values()}
+        self._snapshots.take({"now": self.changing(), "governor": self.lifecycles.governor.loss_state()}, epoch=self.lifecycles.epoch)
+        self._held = {id(parameter) for parameter in self._changing_parameters().values()}
 
     def note_best(self, val_loss: float, metrics: dict[str, float]) -> None:
         """Hold the present state if it may turn out to be the best one and its weights are finite.
@@ -86,8 +84,7 @@ class Recovery:
         new = self.best_states.candidate(self.lifecycles, val_loss, metrics)
         if new is not None and self.has_finite_weights():
             self.hold_moving()
-            changing = {name: parameter for name, parameter in self.host.named_parameters() if self._changes(name, parameter)}
-            state = {**self._parameters_and_buffers(changing), "slots": self.lifecycles.slots_if_kept()}
+            state = {**self._parameters_and_buffers(self._changing_parameters()), "slots": self.lifecycles.slots_if_kept()}
             self.best_states.take(replace(new, state=state))
 
     def hold_new(self) -> None:
@@ -125,6 +122,9 @@ class Recovery:
         """Return whether a parameter of the host is expected to change, so that snapshots hold it."""
         return parameter.requires_grad or name in self._moving
 
+    def _changing_parameters(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.host.named_parameters() if self._changes(name, parameter)}
+
     def _frozen_checksums(self) -> dict[str, int]:
         """Return a checksum of every parameter that is not expected to change."""
         frozen = {name: parameter for name, parameter in self.host.named_parameters() if not self._changes(name, parameter)}
@@ -137,7 +137,7 @@ class Recovery:
         seeds = [
             backend.slot.seed for backend in self.lifecycles.slots.values() if backend.slot.is_connected and backend.slot.seed is not None
         ]
-        own = [parameter for name, parameter in self.host.named_parameters() if self._changes(name, parameter)]
+        own = self._changing_parameters().values()
         return _are_finite([*own, *(parameter for seed in seeds for parameter in seed.parameters() if parameter.requires_grad)])
 
     def go_back(self, *, is_repeated: bool) -> int:
@@ -170,6 +170,10 @@ class Recovery:
     def now(self) -> State:
         """Return the whole present state. Its tensors are the live ones, not copies."""
         return {**self._state(dict(self.host.named_parameters(remove_duplicate=False))), "slots": self.lifecycles.slots_state()}
+
+    def changing(self) -> State:
+        """Return all of the present state that a training changes. Its tensors are the live ones, not copies."""
+        return {**self._state(self._changing_parameters()), "slots": self.lifecycles.slots_state()}
 
     def _state(self, parameters: dict[str, nn.Parameter]) -> State:
         """Return the present state without the seeds, with these parameters of the host."""

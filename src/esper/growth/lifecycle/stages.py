@@ -17,15 +17,16 @@ The stages depend on how a seed is raised (`LifecycleConfig.raise_mode`):
 
 At the end of an epoch, a controller gets a `GrowthState`: plain numbers, nothing of the model itself. It returns a `Decision`: a set of
 actions, at most one per slot, with reasons in words. A gate (`may_...`) may refuse an action; then it is not executed, and the ledger says
-why. A decision may also ask for a probe: the next state then holds an estimate of the gain of every candidate.
+why. A decision may also ask for a probe: the next state then holds an estimate of the gain of every candidate. Or it asks for trials: sets
+of actions of which copies of the training try each for some steps, and the best copy goes on (see `esper.growth.trials`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from esper.growth.config import LifecycleConfig, RentConfig
 from esper.growth.events import Unit
@@ -226,6 +227,26 @@ class Shrink(Action):
     """Remove a fossilized seed whose contribution no longer pays its rent. It must have been measured, see `Decision.measure_kept`."""
 
 
+_ACTIONS: dict[str, type[Action]] = {kind.__name__: kind for kind in (Germinate, Advance, Retarget, Fossilize, Prune, Shrink)}
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Actions that a controller wants to try before it takes them: a copy of the training goes on with them for some steps."""
+
+    name: str
+    actions: tuple[Action, ...] = ()  # at most one per slot; none: the copy goes on as it is
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "actions": [{"kind": type(action).__name__, **asdict(action)} for action in self.actions]}
+
+    @staticmethod
+    def of(state: dict[str, Any]) -> Trial:
+        """Return the trial that `state_dict` describes."""
+        fields = [dict(action) for action in state["actions"]]
+        return Trial(state["name"], tuple(_ACTIONS[one.pop("kind")](**one) for one in fields))
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Output of a controller."""
@@ -236,6 +257,9 @@ class Decision:
     not_probed: frozenset[tuple[str, str]] = frozenset()  # (slot, blueprint) of candidates that will not be grown whatever a probe says
     measure_kept: bool = False  # measure the contributions of fossilized seeds too at the end of the next epoch
     passed_over: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # slot -> blueprint -> why it does not grow, after a probe
+    trials: tuple[Trial, ...] = ()
+    """Alternatives to try after the actions, the one to take where none can be tried first. The copy with the lowest validation loss plus
+    rent goes on. A decision with trials may not ask for a probe."""
 
 
 class Controller(Protocol):

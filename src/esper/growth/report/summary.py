@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from esper.display import Card
 from esper.growth.config import RentConfig
 from esper.growth.events import (
     BestRestored,
@@ -23,11 +24,14 @@ from esper.growth.events import (
     RolledBack,
     TwinCompared,
 )
-from esper.growth.lifecycle.ledger import NONE, Row, SeedRecord
+from esper.growth.lifecycle.ledger import LEDGER_HEADING, NONE, Row, SeedRecord, ledger_rows
 from esper.growth.lifecycle.stages import OCCUPIED, Stage
 from esper.growth.report.story import Story, is_share, metric_in_words, restored_in_words
 from esper.runs import Event
 from esper.text_table import duration, figure
+
+if TYPE_CHECKING:  # it imports torch
+    from esper.growth.lifecycle.lifecycles import Lifecycles
 
 PROBE_HEADING = ("epoch", "slot", "blueprint", "fall of the loss per step", "verdict")
 ROLLBACK_HEADING = ("epoch", "back to", "steps lost", "time lost", "reason", "under embargo", "brought back")
@@ -51,6 +55,33 @@ def headline(story: Story, twin: Story | None = None) -> str:
         seeds = f"{counted(len(story.seeds), 'seed')} so far"
         return f"not finished: epoch {last.epoch} of {began.epochs} · validation loss {figure(last.val_loss, 3)} · {seeds}"
     return result_in_words(finished, None if twin is None else twin.finished)
+
+
+def training_card(
+    name: str,
+    lifecycles: Lifecycles[Any],
+    *,
+    restored: BestRestored | None,
+    metrics: Mapping[str, float],
+    controller: str,
+    optimizers: Sequence[str],
+) -> Card:
+    """Return a training in the user's own loop so far, for notebooks and for the model card of the baked model: figures, and all seeds."""
+    losses, seeds, host = lifecycles.history.val_losses, lifecycles.ledger.seeds, lifecycles.host.parameters
+    added = lifecycles.added().parameters
+    which, last = ("last", losses[-1:]) if restored is None else ("best", [restored.val_loss])
+    loss = [f"{figure(losses[0], 3)} → {figure(one, 3)}" for one in last]
+    figures = [
+        ("epochs", str(lifecycles.epoch)),
+        *((f"validation loss after the first and the {which} epoch", change) for change in loss),
+        *((f"validation {name}", metric_in_words(name, value)) for name, value in metrics.items()),
+        ("parameters", f"{host + added:,} ({added / max(host, 1):+.1%} by seeds)"),
+        ("rollbacks", str(lifecycles.governor.rollbacks)),
+        ("controller", controller),
+        ("optimiser", " and ".join(optimizers)),
+    ]
+    title = f"{name}: kept {lifecycles.ledger.count('kept')} of {counted(len(seeds), 'seed')}"
+    return Card(title, figures, LEDGER_HEADING, ledger_rows(seeds, is_short=True))
 
 
 def result_in_words(finished: GrowthFinished, twin: GrowthFinished | None = None) -> str:
