@@ -15,13 +15,15 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
+import esper.growth.trials
 from esper.growth import Grown, GrowthConfig, GrowthError, grow
 from esper.growth.config import LookaheadConfig
-from esper.growth.events import StageEntered, TrialsCompared
+from esper.growth.events import StageEntered, TrialEnded, TrialsCompared
 from esper.growth.lifecycle.stages import Action, Fossilize, Germinate, Trial
 from esper.growth.run import open_run
 from esper.growth.training import training_config
 from esper.growth.training_loop import Training
+from esper.growth.trials import best_of
 from esper.runs import Event
 from tests.growth.builders import (
     QUICK,
@@ -52,7 +54,7 @@ KEPT = {4: [Fossilize(slot="first", reason="test")], 5: [Fossilize(slot="second"
 EPOCHS = 6
 
 
-def settings(lifecycle: LifecycleConfig = QUICK, *, length: float = 1.0) -> GrowthConfig:
+def settings(lifecycle: LifecycleConfig = QUICK, *, length: int = 1) -> GrowthConfig:
     return config(lifecycle, slots=SLOTS, lookahead=LookaheadConfig(epochs=length))
 
 
@@ -92,9 +94,15 @@ def as_trials(names: Sequence[str]) -> list[Trial]:
     return [Trial(name, tuple(TRIALS[name])) for name in names]
 
 
+@pytest.fixture
+def no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(esper.growth.trials, "MARGIN", 0.0)
+
+
+@pytest.mark.usefixtures("no_margin")
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
-@pytest.mark.parametrize("length", [0.4, 1.0])
-def test_the_training_goes_on_as_if_only_the_best_had_been_tried(lifecycle: LifecycleConfig, length: float) -> None:
+@pytest.mark.parametrize("length", [1, 3])
+def test_the_training_goes_on_as_if_only_the_best_had_been_tried(lifecycle: LifecycleConfig, length: int) -> None:
     growth = settings(lifecycle, length=length)
     names = ["deep", "nothing", "wide", "norm"]
     if lifecycle is QUICK_SHADOW:
@@ -102,8 +110,8 @@ def test_the_training_goes_on_as_if_only_the_best_had_been_tried(lifecycle: Life
     grown, events = trained(Script(KEPT, trials={2: as_trials(names)}), growth)
     compared = only(events)
     assert [trial.name for trial in compared.trials] == names
-    assert {trial.steps for trial in compared.trials} == {5 if length == 1.0 else 2}
-    assert compared.chosen == min(compared.trials, key=lambda trial: trial.val_loss + trial.rent).name
+    assert {trial.epochs for trial in compared.trials} == {length}
+    assert compared.epoch == 2 + length
     direct, without = trained(Script({**KEPT, 2: TRIALS[compared.chosen]}), growth)
     assert grown.val_losses == direct.val_losses
     assert grown.train_losses == direct.train_losses
@@ -113,9 +121,26 @@ def test_the_training_goes_on_as_if_only_the_best_had_been_tried(lifecycle: Life
     (chosen,) = (trial for trial in compared.trials if trial.name == compared.chosen)
     others = sum(trial.gflops for trial in compared.trials) - chosen.gflops
     assert compared.gflops_lost == pytest.approx(others)
-    assert direct.gflops + others <= grown.gflops < direct.gflops + others + chosen.gflops
+    assert grown.gflops == pytest.approx(direct.gflops + others)
 
 
+@pytest.mark.parametrize(
+    ("losses", "rents", "chosen"),
+    [
+        ([0.5, 0.4, 0.3], [0.0, 0.0, 0.0], "c"),
+        ([0.5, 0.41, 0.49], [0.0, 0.0, 0.0], "a"),  # no lead above the margin
+        ([0.6, 0.4, 0.42], [0.0, 0.05, 0.01], "c"),  # the rent decides
+        ([0.5, math.inf, math.inf], [0.0, 0.0, 0.0], "a"),
+        ([math.inf, 0.5, 0.6], [0.0, 0.0, 0.0], "b"),
+        ([math.inf, math.inf, math.inf], [0.0, 0.0, 0.0], "a"),
+    ],
+)
+def test_the_best_is_the_first_unless_another_is_well_ahead(losses: list[float], rents: list[float], chosen: str) -> None:
+    ended = [TrialEnded(name, loss, rent, epochs=1, gflops=1.0) for name, loss, rent in zip("abc", losses, rents, strict=True)]
+    assert best_of(ended, unit=1.0).name == chosen
+
+
+@pytest.mark.usefixtures("no_margin")
 @pytest.mark.parametrize("order", [("wide", "nothing", "norm"), ("norm", "wide", "nothing"), ("nothing", "norm", "wide")])
 def test_the_order_of_the_trials_does_not_matter(order: Sequence[str]) -> None:
     grown, events = trained(Script(trials={1: as_trials(order), 3: []}))
@@ -151,23 +176,25 @@ def test_an_error_in_a_trial_restores_the_state_before_the_trials(wrong: type[Ba
     calls: list[int] = []
 
     def train() -> None:
-        for x, y in loop.data:
-            loop.step(x, y)
+        loop.epoch()
         calls.append(1)
         if len(calls) == 2:
             raise wrong("in the second trial")
 
     with pytest.raises(wrong):
-        loop.grower.try_out(train, loop.evaluate)
+        loop.grower.try_out(train)
     assert_same(dict(loop.host.state_dict()), before)
-    assert (loop.grower.ledger.seeds, loop.grower.history.steps, loop.grower.trials) == ([], 0, ())
+    assert (loop.grower.ledger.seeds, loop.grower.epoch, len(loop.grower.trials)) == ([], 1, 3)
     assert not any(isinstance(event, StageEntered) for event in loop.events)
-    loop.epoch()
+    loop.grower.try_out(loop.epoch)
+    assert loop.grower.epoch == 2
 
 
-def test_a_loop_that_tries_nothing_gets_the_first_trial() -> None:
+def test_a_loop_that_tries_nothing_gets_the_first_trial_and_is_told() -> None:
     loop = make_loop(Script(trials={1: as_trials(["wide", "nothing"])}), settings())
-    loop.epoch(epochs=2)
+    loop.epoch()
+    with pytest.warns(RuntimeWarning, match=r"wants to try wide, nothing.*call grower.try_out"):
+        loop.epoch()
     assert [seed.blueprint for seed in loop.grower.ledger.seeds] == ["widen_100"]
 
 
@@ -178,24 +205,21 @@ def test_averages_go_on_with_the_best_copy() -> None:
         average = AveragedModel(host, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         return make_loop(controller, settings(), host=host, averages=[average]), average
 
-    def train(loop: Loop, average: Any) -> Callable[[], None]:
-        def steps() -> None:
+    def epoch_of(loop: Loop, average: Any) -> Callable[[], None]:
+        def epoch() -> None:
             for x, y in loop.data:
                 loop.step(x, y)
                 average.update_parameters(loop.host)
+            loop.grower.after_epoch(loop.evaluate)
 
-        return steps
+        return epoch
 
     tried, its_average = looped(Script(trials={1: as_trials(["deep", "nothing", "norm"])}))
-    train(tried, its_average)()
-    tried.grower.after_epoch(tried.evaluate)
-    tried.grower.try_out(train(tried, its_average), tried.evaluate)
-    chosen = only(tried.events).chosen
-    direct, average = looped(Script({1: TRIALS[chosen]}))
+    epoch_of(tried, its_average)()
+    tried.grower.try_out(epoch_of(tried, its_average))
+    direct, average = looped(Script({1: TRIALS[only(tried.events).chosen]}))
     for _ in range(2):
-        train(direct, average)()
-        if not direct.grower.epoch:
-            direct.grower.after_epoch(direct.evaluate)
+        epoch_of(direct, average)()
     x = tried.val[0][0]
     assert torch.equal(its_average.eval()(x), average.eval()(x))
 

@@ -102,12 +102,8 @@ class HeuristicConfig(Config):
 class LookaheadConfig(Config):
     """What the controller `lookahead` tries, and for how long."""
 
-    trials: PositiveInt = 5  # plans that are tried at a look, at most
-    epochs: PositiveFloat = 1.0  # length of a trial, at most 1
-
-    def check(self) -> None:
-        if self.epochs > 1:
-            raise ConfigError("epochs", expected="a float > 0 and <= 1", got=self.epochs)
+    plans: PositiveInt = 2  # plans that are tried beside that of the heuristic and growing nothing, at most
+    epochs: PositiveInt = 4  # length of a trial; a seed needs some until its warm-up is over
 
 
 class SeedOptimizerConfig(Config):

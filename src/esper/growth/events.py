@@ -161,10 +161,10 @@ class TrialEnded(msgspec.Struct, frozen=True):
     """What came of one of the alternatives that were tried; a part of `TrialsCompared`."""
 
     name: str
-    val_loss: float  # infinite if a loss was not finite
-    rent: float  # of all seeds in it
-    steps: int  # of training, the same for all but those that failed
-    gflops: float  # of these steps and of the evaluation
+    val_loss: float  # the lowest of its epochs; infinite if it came to a disaster
+    rent: float  # of all seeds in it at its end
+    epochs: int
+    gflops: float
 
     @property
     def worth(self) -> float:
@@ -175,7 +175,7 @@ class TrialEnded(msgspec.Struct, frozen=True):
 class TrialsCompared(Event, tag="trials_compared"):
     """Copies of the training have tried what the controller considered, and the best one goes on."""
 
-    epoch: int
+    epoch: int  # at the end of the trials
     chosen: str  # name of the trial that goes on
     trials: list[TrialEnded]
     gflops_lost: float  # of all others

@@ -59,14 +59,14 @@ from esper.growth.lifecycle.governor import Diverged, LossRange
 from esper.growth.lifecycle.lifecycles import Lifecycles
 from esper.growth.lifecycle.recovery import Recovery
 from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, Stage, Trial
-from esper.growth.measure.contribution import AlphaSearch, Evaluate, Measurement, modes_kept, search_alpha
+from esper.growth.measure.contribution import AlphaSearch, Evaluate, Measurement, check_evaluate, modes_kept, search_alpha
 from esper.growth.metrics import averaged, check_metrics, noting
 from esper.growth.report.summary import ProgressLines, training_card
 from esper.growth.seed_steps import SeedSteps
 from esper.growth.seeds.learner import MakeOptimizer, innermost, reading_waits
 from esper.growth.seeds.shadow import Closure
 from esper.growth.telemetry import Callbacks, GrowthTelemetry, SinksWithoutLog, check_sinks
-from esper.growth.trials import TrialFailed, Trials
+from esper.growth.trials import Stateful, TrialFailed, checked_trials, run_trials, untried
 from esper.runs import CheckpointStore, Event, Sink
 from esper.runs.versions import Versions
 from esper.statistics import Interval
@@ -150,7 +150,8 @@ class Grower:
         self.telemetry = telemetry or (GrowthTelemetry(thresholds=self.config.thresholds) if self._listeners else None)
         self._metrics: dict[str, float] = {}  # of the last epoch, or of the one that was restored as the best
         self._restored: BestRestored | None = None  # None: the state is that of the last epoch
-        self._has_begun = False
+        self._has_begun, self._is_trying = False, False
+        self.trials: tuple[Trial, ...] = ()  # what the controller wants to be tried before the next epoch, see `try_out`
         self._averages = growing_averages(averages, slotted)
         # From here on this grower follows the optimisers. A grower that was made earlier for the same slots stops.
         self._steps = SeedSteps(
@@ -163,7 +164,6 @@ class Grower:
             group=self._group,
             on_first_step=self._note_gradients,
         )
-        self._trials = Trials(slotted, self.lifecycles, self._recovery, self._steps, self._measurement, self._averages)
         slotted.on_bake = self._close_lives
 
     def _note_gradients(self) -> None:
@@ -231,7 +231,8 @@ class Grower:
         samples = None if samples is None else samples * self._group.world_size
         # On a GPU, or with several ranks, reading every loss would wait; there the governor checks the losses at the end of the epoch.
         is_read = not reading_waits(value) and self._group.world_size == 1
-        self._trials.take_first(by=self.controller.name)
+        if self.trials:
+            self._begin_trial(self.trials[0] if self._is_trying else untried(self.trials, by=self.controller.name))
         is_lost, is_skipped = is_read and not math.isfinite(float(value)), self._steps.has_overflowed()
         self.history.skipped = self.history.skipped + is_skipped
         if not is_lost:
@@ -284,12 +285,7 @@ class Grower:
         Nothing is changed before all evaluations are done, so an error in `evaluate` leaves everything as it was.
         """
         self._check_is_active()
-        if not callable(evaluate):
-            raise GrowthError(
-                f"after_epoch needs a function that returns the loss of every validation batch, and got "
-                f"{'nothing' if evaluate is None else f'a {type(evaluate).__name__}'}; pass the function itself, which is called again for "
-                "each seed on trial with the seed off: grower.after_epoch(evaluate)"
-            )
+        check_evaluate(evaluate)
         values: dict[str, float] = {}
         if found := self._checked_metrics(metrics):
             evaluate = noting(evaluate, found, values)
@@ -498,31 +494,36 @@ class Grower:
         for action in (*decision.actions, *(action for trial in decision.trials for action in trial.actions)):
             self.slotted.slot(action.slot)  # raises an error that lists the slots, if this one does not exist
         carry_out(self.lifecycles, decision, by=self.controller.name)
-        self._trials.request(decision)
+        self.trials = checked_trials(decision) if decision.trials else ()
         if decision.probe and not self.lifecycles.is_over:
             self._steps.prober.request(without=decision.not_probed)
         return decision
 
-    @property
-    def trials(self) -> tuple[Trial, ...]:
-        """What the controller wants to be tried before the next epoch; see `try_out`."""
-        return self._trials.pending
+    def try_out(self, train: Callable[[], None], *, also: Sequence[Stateful] = ()) -> None:
+        """Let a copy of the training make each of `trials`, and go on with the best one. Call it between two epochs.
 
-    def try_out(self, train: Callable[[], None], evaluate: Evaluate) -> None:
-        """Let a copy of the training make each of `trials`, and go on with the best one. Call it between an epoch and the next.
-
-        `train` makes the next steps as the training loop does, and calls `after_step` after each. It is called once for every trial and
-        must use the same batches each time. The loop then goes on with the batches after these. `evaluate` is as for `after_epoch`. Under
-        DistributedDataParallel every rank calls this. An error or an interrupt restores the state before the trials.
+        `train` goes on with the training for some epochs, as the loop does, with `after_step` and `after_epoch`. It is called once for each
+        trial, and starts from the same state each time: that of the grower, of the global random generators, and of the objects in `also`,
+        such as a loader with a position. Every rank calls this. An error or an interrupt restores the state before the trials.
         """
         self._check_is_active()
         self._emit_events()
-        self._trials.run(train, evaluate, by=self.controller.name)
+        self._is_trying = True
+        try:
+            run_trials(self.trials, self.lifecycles, [self, *also], self._begin_trial, train)
+        finally:
+            self._is_trying = False
         self._emit_events()
+
+    def _begin_trial(self, trial: Trial) -> None:
+        self.trials = ()
+        carry_out(self.lifecycles, Decision(trial.actions), by=self.controller.name)
+        self._steps.note_seeds()
+        self._steps.prepare()
 
     def _go_back(self, reason: str) -> None:
         """Restore a snapshot. Raise Diverged if that has happened too often."""
-        if self._trials.are_running:
+        if self._is_trying:
             raise TrialFailed(reason)
         self._steps.stop_watching(discard=True)
         self.lifecycles.go_back(reason, self._recovery)
@@ -536,7 +537,7 @@ class Grower:
             raise
 
     def _emit_events(self) -> None:
-        if not self._trials.are_running:  # the events of a copy are told if it goes on
+        if not self._is_trying:  # the events of a copy are told if it goes on
             self.lifecycles.tell(*self._listeners)
 
     def _checked_metrics(self, metrics: object) -> dict[str, Any]:
@@ -570,7 +571,7 @@ class Grower:
             "has_begun": self._has_begun,
             "best_by": self._recovery.best_states.by,
             "steps": self._steps.state_dict(),
-            "trials": self._trials.state_dict(),
+            "trials": [trial.state_dict() for trial in self.trials],
             "measurement": self._measurement.state_dict(),
             "averages": [one.average.state_dict() for one in self._averages],
             **({} if self.telemetry is None else {"telemetry": self.telemetry.state_dict()}),
@@ -578,20 +579,18 @@ class Grower:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state of `state_dict`. Model, optimiser, schedule and controller must be made as they were then."""
-        saved = state["controller"]["name"]
-        if saved != self.controller.name:
+        if (saved := state["controller"]["name"]) != self.controller.name:
             raise GrowthError(
                 f"the saved state is of a run with the controller {saved!r}, not {self.controller.name!r}; resume it with that controller"
             )
-        saved_by, by = state["best_by"], self._recovery.best_states.by
-        if saved_by != by:
-            raise GrowthError(f"the saved state is of a run with best_by={saved_by!r}, not {by!r}; resume it with that")
+        if (saved := state["best_by"]) != (by := self._recovery.best_states.by):
+            raise GrowthError(f"the saved state is of a run with best_by={saved!r}, not {by!r}; resume it with that")
         self._steps.stop_watching(discard=True)
         self._recovery.load_state_dict(state["recovery"])
         self.lifecycles.load_state_dict(state["lifecycles"])
         self.controller.load_state_dict(state["controller"]["state"])
         self._has_begun = state["has_begun"]
-        self._trials.load_state_dict(state["trials"])
+        self.trials = tuple(map(Trial.of, state["trials"]))
         self._measurement.load_state_dict(state["measurement"])
         if self.telemetry is not None and "telemetry" in state:  # a run without telemetry has none
             self.telemetry.load_state_dict(state["telemetry"])

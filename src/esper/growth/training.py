@@ -95,9 +95,9 @@ def grow(
     in the end. Seeds that were connected later are taken out, and the ledger says so; the losses of all epochs are kept. This holds for a
     training that ends early or by Ctrl-C too. "last" returns the state after the last epoch.
 
-    **Growth.** `controller` decides what grows, where and when: a name ("heuristic", "learned", "never", "random", "schedule") or an
-    object with a method `decide(state)`. `config` holds all other settings of growth. Without it, a trained controller ("learned", or one
-    of `esper.controller.load_controller`) grows with the blueprints and the budget that it was trained with, and all others by
+    **Growth.** `controller` decides what grows, where and when: a name ("heuristic", "lookahead", "learned", "never", "random", "schedule")
+    or an object with a method `decide(state)`. `config` holds all other settings of growth. Without it, a trained controller ("learned", or
+    one of `esper.controller.load_controller`) grows with the blueprints and the budget that it was trained with, and all others by
     `GrowthConfig()`. With it, a trained controller makes only the moves that these settings allow.
 
     **Precision.** `precision` is the autocast precision of all forward passes; "float16" adds a GradScaler. The weights stay float32.

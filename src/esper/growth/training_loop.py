@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import islice, takewhile
+from itertools import islice
 from operator import length_hint
 from typing import Any
 
@@ -58,7 +58,7 @@ from esper.growth.lifecycle.stages import Controller, counted
 from esper.growth.measure.contribution import REMEDY, Evaluate, Losses, losses_of
 from esper.growth.measure.readout import ReadoutSamples
 from esper.growth.metrics import Metric, MetricSums, check_functions
-from esper.growth.run import Grown, GrowthRun, Status, finished
+from esper.growth.run import Grown, GrowthRun, Stateful, Status, finished
 from esper.growth.telemetry import GrowthTelemetry
 from esper.profiling import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER, TELEMETRY, Part, Profiler
 from esper.runs import Event
@@ -120,6 +120,7 @@ class Training:
         steps = math.ceil(length_hint(train_loader) / config.accumulate) or None  # per epoch; None if the loader has no length
         self._is_stepped_per_step = is_stepped_per_step(self.scheduler, config.step_schedule, epochs=epochs, steps=steps)
         self.scaler = GradScaler(self.device.type) if config.precision == "float16" else None
+        self._is_trying = False  # a copy of the training makes a trial
         self._has_stepped = False  # the optimiser has stepped in the last call of _step_optimizer; a GradScaler may skip the step
         for optimizer in self.optimizers:
             optimizer.register_step_post_hook(self._note_step)
@@ -275,9 +276,8 @@ class Training:
                 grower.begin()
                 self._save(grower, at_end_of_epoch=True)
             while not self._is_over(grower):
-                if self._should_stop() or not self._train_epoch(grower):
+                if self._should_stop() or not (self._try_out(grower) if grower.trials else self._go_on(grower)):
                     return "stopped"
-                self._end_epoch(grower)
                 self._save(grower, at_end_of_epoch=True)
         except KeyboardInterrupt:
             # The interrupt came in the middle of a step. A checkpoint of that state would be useless, so keep the last one.
@@ -295,17 +295,15 @@ class Training:
 
     def _save(self, grower: Grower, *, at_end_of_epoch: bool) -> None:
         """Write a checkpoint if the run has a folder."""
-        if self._run is not None:
+        if self._run is not None and not self._is_trying:
             self._run.save(grower, self.train_loader, self._loss_before, at_end_of_epoch=at_end_of_epoch)
 
     def _train_epoch(self, grower: Grower) -> bool:
         """Train one epoch, or the rest of one after a resume. Return False if the run was asked to stop."""
         self.model.train()
         batches = iter(self.train_loader)
-        grower.history.start_clock(self.device)
-        if grower.trials and not self._try_out(batches, grower):
-            return False
         number = grower.history.steps * self.config.accumulate + 1  # of the next batch in the epoch, for errors
+        grower.history.start_clock(self.device)
         while group := self._next_batches(batches, grower):
             self._train_step(group, grower, first=number)
             number += len(group)
@@ -318,24 +316,29 @@ class Training:
             raise GrowthError("the training loader yields nothing; it needs at least one batch")
         return True
 
-    def _try_out(self, batches: Iterator[Any], grower: Grower) -> bool:
-        """Make the trials that the controller wants, with the first batches of the epoch. Return False if the run was asked to stop."""
-        steps = max(math.ceil(self.config.lookahead.epochs * grower.lifecycles.steps_per_epoch), 1)
-        groups = list(takewhile(bool, (self._next_batches(batches, grower) for _ in range(steps))))
-        evaluate, _ = self._evaluation(grower, with_metrics=False)
+    def _go_on(self, grower: Grower) -> bool:
+        """Train for an epoch and decide. Return False if the run was asked to stop."""
+        if not self._train_epoch(grower):
+            return False
+        self._end_epoch(grower)
+        return True
+
+    def _try_out(self, grower: Grower) -> bool:
+        """Make the trials that the controller wants. Return False if the run was asked to stop."""
 
         def train() -> None:
-            first = 1
-            for group in groups:
-                self._train_step(group, grower, first=first)
-                first += len(group)
-                if self._should_stop():
+            for _ in range(self.config.lookahead.epochs):
+                if not self._is_over(grower) and not self._go_on(grower):
                     raise _Stopped
 
-        with suppress(_Stopped):
-            grower.try_out(train, evaluate)
-        grower.history.start_clock(self.device)  # again, without the time of the trials
-        return not self._should_stop()
+        self._is_trying = True
+        try:
+            grower.try_out(train, also=[self.train_loader] if isinstance(self.train_loader, Stateful) else [])
+        except _Stopped:
+            return False
+        finally:
+            self._is_trying = False
+        return True
 
     def _next_batches(self, batches: Iterator[Any], grower: Grower) -> list[Any]:
         """Return the batches of the next step, empty at the end of the epoch, and record how long the loader took."""

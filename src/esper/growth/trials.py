@@ -2,176 +2,149 @@
 
     ended = grower.after_epoch(evaluate)
     if grower.trials:
-        grower.try_out(train, evaluate)     # train() makes the next steps of the training; every copy makes the same ones
+        grower.try_out(train)           # train() goes on with the training for some epochs; every copy starts from the same state
 
-A copy is the whole state of the training: weights, buffers, optimisers, schedule, seeds, ledger and the global random generators. The
-copies train one after the other, from the same state and with the same batches. So the training goes on from the end of the best copy, as
-if nothing else had been tried, and only the others are extra cost. Their FLOPs count as spent. Beside the live state, two copies are held
-in CPU memory: the state before, and the best one so far.
+A copy is the whole state of the training: weights, buffers, optimisers, schedule, seeds, controller, ledger, snapshots and the global
+random generators. The copies train one after the other, each by its own decisions. So the training goes on from the end of the best copy,
+as if nothing else had been tried, and only the others are extra cost. Their FLOPs count as spent. Beside the live state, two copies are
+held in CPU memory: the state before, and the best one so far.
+
+The best copy is the one with the lowest validation loss of its epochs plus the rent of its seeds at the end, both in the unit of the loss.
+The first is what the controller would do without trials; another one goes on only if it is ahead of the first by more than the margin.
 """
 
 from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from esper.growth.config import GrowthError
 from esper.growth.events import TrialEnded, TrialsCompared
-from esper.growth.host.averages import GrowingAverage, load_averages
-from esper.growth.host.slotted import Slotted
-from esper.growth.lifecycle.backend import ModuleBackend
-from esper.growth.lifecycle.decisions import carry_out
+from esper.growth.lifecycle.backend import AnyBackend
 from esper.growth.lifecycle.lifecycles import NOTHING, Lifecycles
-from esper.growth.lifecycle.recovery import Recovery
 from esper.growth.lifecycle.snapshots import copy_of
 from esper.growth.lifecycle.stages import Decision, Trial
-from esper.growth.measure.contribution import Evaluate, Measurement, modes_kept
-from esper.growth.seed_steps import SeedSteps
 from esper.rng import global_state, set_global_state
 from esper.runs import Event
 
+MARGIN = 0.1  # lead over the first trial that another one needs, in nats for ten classes; measured (docs/log.md)
+
 
 class TrialFailed(Exception):
-    """The loss of a step in a trial is not finite. A trial that fails is lost; nothing is rolled back."""
+    """A trial has come to a disaster. It is lost; nothing is rolled back."""
 
 
-@dataclass
-class _Copy:
-    """The state of a training, and what the events since the trials began say of it."""
+class Stateful(Protocol):
+    """A part of the training that a copy holds too, such as a loader with a position in its data."""
 
-    state: dict[str, Any]
-    events: list[Event]
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
 
 
-class Trials:
-    """The trials that a controller has asked for, and the copies that make them."""
+def checked_trials(decision: Decision) -> tuple[Trial, ...]:
+    """Return the trials of a decision. Raise GrowthError if they cannot be made."""
+    names = [trial.name for trial in decision.trials]
+    if len(set(names)) < len(names):
+        raise GrowthError(f"two trials of a decision have one name ({', '.join(names)}); give each its own")
+    if decision.trials and decision.probe:
+        raise GrowthError("a decision asks for trials and for a probe; ask for the probe one epoch before the trials")
+    return decision.trials
 
-    def __init__(
-        self,
-        slotted: Slotted,
-        lifecycles: Lifecycles[ModuleBackend],
-        recovery: Recovery,
-        steps: SeedSteps,
-        measurement: Measurement,
-        averages: Sequence[GrowingAverage],
-    ) -> None:
-        self._slotted, self._lifecycles, self._recovery, self._steps = slotted, lifecycles, recovery, steps
-        self._measurement, self._averages = measurement, averages
-        self.pending: tuple[Trial, ...] = ()
-        self.are_running = False
 
-    def request(self, decision: Decision) -> None:
-        """Take the trials of a decision in place of those before."""
-        if decision.trials and decision.probe:
-            raise GrowthError("a decision asks for trials and for a probe; ask for the probe one epoch before the trials")
-        names = [trial.name for trial in decision.trials]
-        if len(set(names)) < len(names):
-            raise GrowthError(f"two trials of a decision have one name ({', '.join(names)}); give each its own")
-        self.pending = decision.trials
+def untried(trials: Sequence[Trial], *, by: str) -> Trial:
+    """Return the first of these trials, for a loop that goes on without making them. Warns."""
+    warnings.warn(
+        f"the controller {by!r} wants to try {', '.join(trial.name for trial in trials)}, and this loop goes on without trying them, so "
+        "the first is carried out; call grower.try_out(train) after the epoch, or let esper.grow train",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return trials[0]
 
-    def take_first(self, *, by: str) -> None:
-        """Carry out the first trial if any are pending: the training loop goes on without trying them."""
-        if self.pending and not self.are_running:
-            first, self.pending = self.pending[0], ()
-            carry_out(self._lifecycles, Decision(first.actions), by=by)
-            self._steps.note_seeds()
 
-    def run(self, train: Callable[[], None], evaluate: Evaluate, *, by: str) -> None:
-        """Try everything that is pending, in turn, and go on with the best. The events of the others are not told.
+def run_trials(
+    trials: Sequence[Trial],
+    lifecycles: Lifecycles[AnyBackend],
+    parts: Sequence[Stateful],
+    begin: Callable[[Trial], None],
+    train: Callable[[], None],
+) -> None:
+    """Make these trials and go on with the best. The events of the others are not told.
 
-        An error in `train` or `evaluate`, or an interrupt, restores the state before the trials.
-        """
-        trials, self.pending = self.pending, ()
-        history, began, start, ended = self._lifecycles.history, time.perf_counter(), self._copy(), list[TrialEnded]()
-        flops, spent, best = history.flops, 0, start
-        self.are_running = True
-        try:
-            for number, trial in enumerate(trials):
-                if number:
-                    self._return_to(start)
-                found = self._try(trial, train, evaluate, by=by)
-                spent += history.flops - flops
-                if all(found.worth < other.worth for other in ended):
-                    best = self._copy()
-                ended.append(found)
-            chosen = min(ended, key=lambda one: one.worth)
-            if chosen is not ended[-1]:
-                self._return_to(best)
-        except BaseException:
-            self._return_to(start)
-            raise
-        finally:
-            self.are_running = False
-        # The result: the state and the events of the best copy, and the costs of all.
-        history.flops = flops + spent
-        self._lifecycles.queue(best.events)
-        lost, seconds = spent / 1e9 - chosen.gflops, time.perf_counter() - began
-        self._lifecycles.emit(
-            TrialsCompared(epoch=self._lifecycles.epoch, chosen=chosen.name, trials=ended, gflops_lost=lost, seconds=seconds)
-        )
+    `parts` hold the whole state of the training, `begin` carries out the actions of a trial, and `train` goes on with the training. An
+    error, or an interrupt, restores the state before the trials.
+    """
+    history, began, start, ended = lifecycles.history, time.perf_counter(), _copied(parts), list[TrialEnded]()
+    flops, spent, best, events = history.flops, 0, start, list[Event]()
+    try:
+        for number, trial in enumerate(trials):
+            if number:
+                _restore(parts, start)
+            found = _tried(trial, lifecycles, begin, train)
+            spent += history.flops - flops
+            taken = _taken_events(lifecycles)
+            ended.append(found)
+            if best_of(ended, lifecycles.unit) is found:
+                best, events = _copied(parts), taken
+        chosen = best_of(ended, lifecycles.unit)
+        if chosen is not ended[-1]:
+            _restore(parts, best)
+    except BaseException:
+        _taken_events(lifecycles)
+        _restore(parts, start)
+        raise
+    # The state and the events are those of the best copy, the costs those of all.
+    history.flops = flops + spent
+    lost, seconds = spent / 1e9 - chosen.gflops, time.perf_counter() - began
+    lifecycles.queue(events)
+    lifecycles.emit(TrialsCompared(epoch=lifecycles.epoch, chosen=chosen.name, trials=ended, gflops_lost=lost, seconds=seconds))
 
-    def _try(self, trial: Trial, train: Callable[[], None], evaluate: Evaluate, *, by: str) -> TrialEnded:
-        """Go on with the actions of a trial, and evaluate it."""
-        history = self._lifecycles.history
-        flops, steps, loss = history.flops, history.steps, math.inf
-        carry_out(self._lifecycles, Decision(trial.actions), by=by)
-        self._steps.note_seeds()
-        self._steps.prepare()
-        rent = self._lifecycles.rent_of(self._lifecycles.added(), NOTHING)
-        with suppress(TrialFailed):
-            train()
-            self._steps.stop_watching()
-            with modes_kept(self._slotted):
-                loss = self._measurement.losses(evaluate).mean
-            self._steps.prepare()
-        return TrialEnded(
-            name=trial.name,
-            val_loss=loss if math.isfinite(loss) else math.inf,
-            rent=rent,
-            steps=history.steps - steps,
-            gflops=(history.flops - flops) / 1e9,
-        )
 
-    def _taken_events(self) -> list[Event]:
-        events: list[Event] = []
-        self._lifecycles.tell(events.append)
-        return events
+def best_of(ended: Sequence[TrialEnded], unit: float) -> TrialEnded:
+    """Return the best of several trials: the first unless another is ahead of it by more than the margin."""
+    best = min(ended, key=lambda one: one.worth)
+    return best if best.worth < ended[0].worth - MARGIN * unit else ended[0]
 
-    def _copy(self) -> _Copy:
-        """Copy the state of the training to CPU memory, and take the events that have not been told."""
-        live = {
-            "now": self._recovery.changing(),
-            "governor": self._lifecycles.governor.state_dict(),
-            "lifecycles": self._lifecycles.state_dict(),
-            "measurement": self._measurement.state_dict(),
-            "steps": self._steps.state_dict(),
-            "averages": [one.average.state_dict() for one in self._averages],
-            "random": global_state(),
-        }
-        return _Copy({**copy_of(live), "history": self._lifecycles.history.mark()}, self._taken_events())
 
-    def _return_to(self, copy: _Copy) -> None:
-        """Restore a copy, which stays as it is."""
-        state = copy_of({name: part for name, part in copy.state.items() if name != "history"})
-        self._taken_events()
-        self._steps.stop_watching(discard=True)
-        self._recovery.restore(state["now"])
-        self._lifecycles.governor.load_state_dict(state["governor"])
-        self._lifecycles.load_state_dict(state["lifecycles"])
-        self._lifecycles.history.return_to(copy.state["history"])
-        self._measurement.load_state_dict(state["measurement"])
-        self._steps.load_state_dict(state["steps"])
-        load_averages(self._averages, state["averages"])
-        set_global_state(state["random"])
-        self._steps.note_seeds()
-        self._steps.prepare()
+def ended_as(name: str, lifecycles: Lifecycles[AnyBackend], *, since: int, gflops: float, is_lost: bool = False) -> TrialEnded:
+    """Return what came of a trial that began after `since` epochs."""
+    losses = [loss for loss in lifecycles.history.val_losses[since:] if math.isfinite(loss)]
+    return TrialEnded(
+        name=name,
+        val_loss=math.inf if is_lost else min(losses, default=math.inf),
+        rent=lifecycles.rent_of(lifecycles.added(), NOTHING),
+        epochs=lifecycles.epoch - since,
+        gflops=gflops,
+    )
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        return [trial.state_dict() for trial in self.pending]
 
-    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        self.pending = tuple(map(Trial.of, state))
+def _tried(trial: Trial, lifecycles: Lifecycles[AnyBackend], begin: Callable[[Trial], None], train: Callable[[], None]) -> TrialEnded:
+    epoch, flops, is_lost = lifecycles.epoch, lifecycles.history.flops, False
+    begin(trial)
+    try:
+        train()
+    except TrialFailed:
+        is_lost = True
+    return ended_as(trial.name, lifecycles, since=epoch, gflops=(lifecycles.history.flops - flops) / 1e9, is_lost=is_lost)
+
+
+def _taken_events(lifecycles: Lifecycles[AnyBackend]) -> list[Event]:
+    events: list[Event] = []
+    lifecycles.tell(events.append)
+    return events
+
+
+def _copied(parts: Sequence[Stateful]) -> list[Any]:
+    """Copy the state of the training to CPU memory."""
+    return [copy_of([part.state_dict() for part in parts]), global_state()]
+
+
+def _restore(parts: Sequence[Stateful], copied: list[Any]) -> None:
+    states, random = copied
+    for part, state in zip(parts, copy_of(states), strict=True):
+        part.load_state_dict(state)
+    set_global_state(random)

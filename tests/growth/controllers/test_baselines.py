@@ -94,8 +94,10 @@ def test_a_controller_resumes_from_its_saved_state(make: Callable[[], Planned]) 
 
 
 def test_controllers_are_made_by_name() -> None:
-    assert {make_controller(name, GrowthConfig()).name for name in CONTROLLERS} == {"heuristic", "never", "random", "schedule"}
-    with pytest.raises(GrowthError, match=r"no controller is named 'wise'; there are heuristic, never, random, schedule, learned$"):
+    assert {make_controller(name, GrowthConfig()).name for name in CONTROLLERS} == {"heuristic", "lookahead", "never", "random", "schedule"}
+    with pytest.raises(
+        GrowthError, match=r"no controller is named 'wise'; there are heuristic, lookahead, never, random, schedule, learned$"
+    ):
         make_controller("wise", GrowthConfig())
     with pytest.raises(GrowthError, match=r"pass controller=esper\.controller\.load_controller\(path\)"):
         make_controller("mine.safetensors", GrowthConfig())

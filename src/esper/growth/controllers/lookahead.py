@@ -1,26 +1,29 @@
-"""The controller that tries before it grows: copies of the training go on with a few plans for an epoch, and the best copy goes on.
+"""The controller that tries before it grows: copies of the training go on with a few plans for some epochs, and the best copy goes on.
 
-It follows the heuristic, which says when seeds are kept and when to look for a further step. In addition it looks at the host where the
-heuristic would not, early and twice as late each time. At a look, after a probe, these plans are tried, each once, and no more than
-`config.lookahead.trials` of them:
+It follows the heuristic, but for one look, where the heuristic looks at the host first. There, after a probe, these plans are tried, each
+once, and of the last two kinds no more than `config.lookahead.plans`:
 
-    nothing     the host goes on as it is
     heuristic   what the heuristic would grow
-    ...         all layers wider by the same factor, and the best branch in every slot, from the most promising plan on
+    nothing     the host goes on as it is
+    branches    the branch that promises most in every slot
+    widen_...   all layers wider by the same factor, from the smallest on that doubles the units at least
 
-The validation loss after the trial, plus the rent, decides. See `esper.growth.trials` for how plans are tried and what it costs.
+See `esper.growth.trials` for how plans are tried and compared. What each is worth was measured (docs/log.md).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from esper.growth.config import GrowthConfig
 from esper.growth.controllers.heuristic import Heuristic
 from esper.growth.controllers.moves import Move, affordable, allowance_of, longest_rows, possible_choices
 from esper.growth.lifecycle.stages import LIVING, Decision, Germinate, GrowthState, Trial
+from esper.growth.seeds.blueprints import get_blueprint
+from esper.growth.trials import MARGIN
 
-NEXT_LOOK = 2.0  # the next look of its own is at this many times the epoch of the last one
+LEAST_SHARE = 1.0  # a widening of all layers makes this many times as many new units at least
 
 
 class Lookahead:
@@ -31,64 +34,59 @@ class Lookahead:
     def __init__(self, config: GrowthConfig) -> None:
         self.rules = config.lookahead
         self.heuristic = Heuristic(config)
-        self._looks_at: int | None = None  # epoch of the last look, or of the next one, whose probe is under way
 
     def decide(self, state: GrowthState) -> Decision:
-        decision = self.heuristic.decide(state)
+        decision, first = self.heuristic.decide(state), self.heuristic.first_look(state.epochs)
+        if not self._may_look(state, first):
+            return decision
+        if state.epoch == first - 1:
+            return replace(decision, reason="looks for what to try", probe=True, not_probed=frozenset())
         grown = tuple(action for action in decision.actions if isinstance(action, Germinate))
+        trials = self._trials(state, grown)
+        if len(trials) < 2:
+            return decision
         others = tuple(action for action in decision.actions if not isinstance(action, Germinate))
-        if grown or self._looks_at == state.epoch:
-            self._looks_at = state.epoch
-            trials = self._trials(state, grown)
-            if len(trials) > 1:
-                why = f"tries {', '.join(trial.name for trial in trials)}"
-                return Decision(others, why, passed_over=decision.passed_over, trials=trials)
-        if not decision.probe and self._must_look(state):
-            self._looks_at = state.epoch + 1
-            return Decision(decision.actions, "looks for what to try", probe=True)
-        return decision
+        return replace(decision, actions=others, reason=f"tries {', '.join(one.name for one in trials)}", probe=False, trials=trials)
 
-    def _must_look(self, state: GrowthState) -> bool:
-        """Return whether to probe the candidates for a look of its own after the next epoch."""
-        at, first = state.epoch + 1, self.heuristic.first_look(state.epochs)
-        is_due = at == first or (self._looks_at is not None and at >= NEXT_LOOK * self._looks_at)
-        is_waiting = any(slot.stage in LIVING for slot in state.slots)  # for the verdict on the present seeds
-        return is_due and not is_waiting and any(slot.candidates for slot in state.slots) and self.heuristic.is_in_time(state.epochs, at=at)
+    def _may_look(self, state: GrowthState, first: int) -> bool:
+        """Return whether this is the decision about the first look, or the one before, which asks for its probe."""
+        if state.epoch not in (first - 1, first) or not self.heuristic.is_in_time(state.epochs, at=first):
+            return False
+        is_empty = not any(slot.stage in LIVING for slot in state.slots)
+        return is_empty and any(slot.candidates for slot in state.slots) and may_gain(state)
 
     def _trials(self, state: GrowthState, grown: tuple[Germinate, ...]) -> tuple[Trial, ...]:
-        """Return what to try now. The first is what is done where nothing can be tried: the plan of the heuristic."""
+        """Return what to try now. The first is what the heuristic would do."""
         trials = [Trial("heuristic", grown)] if grown else []
         trials.append(Trial("nothing"))
-        for move in sorted(host_wide(state), key=lambda move: promise_of(move), reverse=True):
-            actions = tuple(move.germinate(f"tried: {move.name}"))
-            is_new = all(_what(actions) != _what(trial.actions) for trial in trials)
-            if is_new and len(trials) < self.rules.trials:
+        for move in host_wide(state):
+            actions = tuple(move.germinate(f"tried as {move.name}"))
+            if all(_what(actions) != _what(trial.actions) for trial in trials):
                 trials.append(Trial(move.name, actions))
-        return tuple(trials)
+        return tuple(trials[: 1 + bool(grown) + self.rules.plans])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"heuristic": self.heuristic.state_dict(), "looks_at": self._looks_at}
+        return self.heuristic.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.heuristic.load_state_dict(state["heuristic"])
-        self._looks_at = state["looks_at"]
+        self.heuristic.load_state_dict(state)
+
+
+def may_gain(state: GrowthState) -> bool:
+    """Return whether the host's loss is high enough for a trial to be ahead by more than the margin."""
+    return state.scale is not None and min(state.val_losses) - state.scale.floor > MARGIN * state.scale.unit
 
 
 def host_wide(state: GrowthState) -> list[Move]:
-    """Return the moves that treat all slots alike: one for each factor of width, and the branches that promise most."""
-    possible, found = possible_choices(state), list[Move]()
-    for blueprint, choices in possible.items():
-        if any(candidate.widened for _, candidate in choices):
-            found.append(Move(blueprint, affordable(longest_rows(choices), allowance_of(state))))
+    """Return the moves that treat all slots alike: the branches that promise most, then one for each factor of width, smallest first."""
+    possible, allowed = possible_choices(state), allowance_of(state)
     branches = [choice for choices in possible.values() for choice in choices if not choice[1].widened]
     branches.sort(key=lambda choice: choice[1].promise or 0.0, reverse=True)
-    found.append(Move("branches", affordable(branches, allowance_of(state))))
+    found = [Move("branches", affordable(branches, allowed))]
+    shares = {blueprint: get_blueprint(blueprint).share or 0.0 for blueprint in possible}
+    wider = sorted((name for name in possible if shares[name] >= LEAST_SHARE), key=lambda name: shares[name])
+    found += [Move(name, affordable(longest_rows(possible[name]), allowed)) for name in wider]
     return [move for move in found if move.choices]
-
-
-def promise_of(move: Move) -> float:
-    """Return the sum of the probe's estimates for the seeds of a move."""
-    return sum(candidate.promise or 0.0 for _, candidate in move.choices)
 
 
 def _what(actions: tuple[Any, ...]) -> set[tuple[str, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from copy import copy
 from typing import Any
 
 import torch
@@ -130,13 +129,6 @@ class History:
         seconds, self._lap_began = now - self._lap_began, now
         samples, self._lap_samples = self._lap_samples, 0
         return seconds, samples
-
-    def mark(self) -> dict[str, Any]:
-        """Return the present state for `return_to`, in this process. The clock of an epoch is not a part of it."""
-        return {name: copy(value) for name, value in vars(self).items() if name != "_watch"}
-
-    def return_to(self, mark: dict[str, Any]) -> None:
-        vars(self).update({name: copy(value) for name, value in mark.items()})
 
     def state_dict(self) -> dict[str, Any]:
         return {

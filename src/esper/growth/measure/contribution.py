@@ -239,6 +239,16 @@ RULE = (
 )
 
 
+def check_evaluate(evaluate: object) -> None:
+    """Raise a GrowthError unless `evaluate` is a function."""
+    if not callable(evaluate):
+        raise GrowthError(
+            f"after_epoch needs a function that returns the loss of every validation batch, and got "
+            f"{'nothing' if evaluate is None else f'a {type(evaluate).__name__}'}; pass the function itself, which is called again for "
+            "each seed on trial with the seed off: grower.after_epoch(evaluate)"
+        )
+
+
 def losses_of(evaluate: Evaluate) -> Losses:
     """Call the user's function and validate its result.
 

@@ -1,0 +1,197 @@
+"""What looking ahead is worth: the controller lookahead beside the heuristic, and beside every first move that it could make.
+
+    python benchmarks/lookahead.py --device cuda --jobs 5 --draw 1
+    python benchmarks/lookahead.py --summary
+
+A cell is drawn from the whole domain of controllers (sources, families, sizes, optimisers, schedules, label noise, horizons) by its number
+and the draw. All runs of a cell are the rows of one fleet, with the default settings of growth, and keep the state with the lowest
+validation loss. Arms, paired over hosts:
+
+    never, heuristic, lookahead
+    first NAME      at the first look of the heuristic the move NAME, whatever the heuristic thinks of it, and the heuristic from then on
+
+The rules of lookahead were chosen on draw 0. Utility is the test loss plus the rent of what was kept, in nats for ten classes. Intervals
+are Student's over cells, each the mean of its hosts. GFLOPs are all that a run has used, trials, probes and measurements included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from esper.controller.cells import draw_cell
+from esper.controller.config import DomainConfig
+from esper.fleet import Fleet, FleetConfig
+from esper.fleet.trials import RowTrials
+from esper.growth import Controller, GrowthConfig
+from esper.growth.config import RentConfig
+from esper.growth.controllers.baselines import make_controller
+from esper.growth.controllers.heuristic import Heuristic
+from esper.growth.controllers.lookahead import host_wide
+from esper.growth.events import TrialsCompared
+from esper.growth.lifecycle.stages import Decision, Germinate, GrowthState
+from esper.statistics import student_interval
+from esper.tasks import load_task
+from growth_runs import print_table, run_all
+from records import RESULTS, Output, Record
+
+ARMS = ("never", "heuristic", "lookahead")
+FIRST = "first "
+VALIDATION = 1_000  # samples
+
+
+class FirstMove:
+    """Makes a move at the first look of the heuristic, and follows the heuristic in all else."""
+
+    def __init__(self, config: GrowthConfig, move: str) -> None:
+        self.heuristic, self.move = Heuristic(config), move
+
+    def decide(self, state: GrowthState) -> Decision:
+        decision, first = self.heuristic.decide(state), self.heuristic.first_look(state.epochs)
+        others = tuple(action for action in decision.actions if not isinstance(action, Germinate))
+        if state.epoch == first - 1:
+            return Decision(others, probe=True)
+        if state.epoch == first:
+            moves = {move.name: move for move in host_wide(state)}
+            return Decision((*others, *(moves[self.move].germinate("the first move") if self.move in moves else ())))
+        return decision
+
+
+def controller(arm: str, growth: GrowthConfig) -> Controller:
+    return FirstMove(growth, arm.removeprefix(FIRST)) if arm.startswith(FIRST) else make_controller(arm, growth)
+
+
+def run_cell(number: int, draw: int, arms: Sequence[str], hosts: int, rent: float, device: str) -> list[Record]:
+    """Train these arms in a cell as the rows of one fleet. Free rows make the trials of lookahead."""
+    began, cell = time.perf_counter(), draw_cell(DomainConfig(), number=number, seed=draw)
+    task, price = cell.task(load_task), RentConfig(parameters=rent, flops=rent)
+    growth = GrowthConfig(rent=price)
+    wanted = [(arm, seed) for arm in arms for seed in range(hosts)]
+    free = sum(arm == "lookahead" for arm, _ in wanted) * (1 + growth.lookahead.plans)
+    events: list[Any] = []
+    fleet = Fleet(
+        task,
+        task.maker(cell.host),
+        hosts=len(wanted) + free,
+        growth=growth,
+        config=cell.fleet(FleetConfig(validation_samples=VALIDATION)),
+        device=device,
+        on_event=events.append,
+    )
+    fleet.reset({row: cell.host_config(seed, len(task.train), rent=price, growth_seed=seed) for row, (_, seed) in enumerate(wanted)})
+    controllers = {row: controller(arm, growth) for row, (arm, _) in enumerate(wanted)}
+    trials, rows = RowTrials(fleet, controllers, free=range(len(wanted), len(wanted) + free)), fleet.training()
+    while rows:
+        trials.decide(rows)
+        rows = trials.settle(fleet.advance())
+    fleet.finish(range(len(wanted)))
+    losses, seconds = fleet.losses(task.test).tolist(), time.perf_counter() - began
+    records = []
+    for row, (arm, seed) in enumerate(wanted):
+        lifecycles = fleet.rows[row].lifecycles
+        added, compared = lifecycles.added(), [event for event in events if isinstance(event, TrialsCompared) and event.env == row]
+        records.append(
+            {
+                **{"draw": draw, "number": number, "arm": arm, "seed": seed, "rent": rent},
+                **{"source": cell.source, "host": cell.host, "samples": cell.samples, "noise": cell.label_noise},
+                **{"optimizer": cell.optimizer, "learning_rate": cell.learning_rate, "horizon": cell.horizon},
+                "test_loss": losses[row] / lifecycles.unit,
+                "rent_paid": lifecycles.rent_of(added, type(added)(0, 0)) / lifecycles.unit,
+                "val_losses": [loss / lifecycles.unit for loss in lifecycles.history.val_losses],
+                "parameters": lifecycles.host.parameters + added.parameters,
+                "gflops": lifecycles.history.flops / 1e9,
+                "seeds": [[seed.born, seed.slot, seed.blueprint, seed.outcome] for seed in lifecycles.ledger.seeds],
+                "chosen": [event.chosen for event in compared],
+                "gflops_lost": sum(event.gflops_lost for event in compared),
+                "seconds": seconds / len(wanted),
+            }
+        )
+    return records
+
+
+# Comparing
+
+
+def utility(run: Record) -> float:
+    """Return the loss with the rent; the lower, the better."""
+    return float(run["test_loss"] + run["rent_paid"])
+
+
+def compared(runs: Sequence[Record], arm: str, other: str) -> Record:
+    """Compare two arms, paired over hosts, with an interval over cells."""
+    pairs: dict[Any, dict[str, Record]] = {}
+    for run in runs:
+        pairs.setdefault((run["draw"], run["number"], run["seed"]), {})[run["arm"]] = run
+    cells: dict[Any, list[dict[str, Record]]] = {}
+    for (draw, number, _), pair in pairs.items():
+        if arm in pair and other in pair:
+            cells.setdefault((draw, number), []).append(pair)
+    differences = {cell: fmean(utility(pair[arm]) - utility(pair[other]) for pair in some) for cell, some in cells.items()}
+    times = [fmean(pair[arm]["gflops"] / pair[other]["gflops"] for pair in some) for some in cells.values()]
+    interval = student_interval(list(differences.values()))
+    worst = sorted(differences.values(), reverse=True)[: max(len(cells) // 10, 1)]
+    return {
+        "what": "compared",
+        "arm": arm,
+        "other": other,
+        "cells": len(cells),
+        "difference": interval.estimate,
+        "low": interval.low,
+        "high": interval.high,
+        "worst_tenth": fmean(worst),
+        "worst": worst[0],
+        "times_flops": fmean(times),
+        "times_flops_median": median(times),
+        "times_flops_of_all": sum(pair[arm]["gflops"] for some in cells.values() for pair in some)
+        / sum(pair[other]["gflops"] for some in cells.values() for pair in some),
+    }
+
+
+def show(records: Sequence[Record], runs: Sequence[Record]) -> None:
+    rows = [("arm", "minus", "cells", "utility", "95 %", "worst tenth", "worst", "× FLOPs, median", "of all")]
+    for one in records:
+        interval = f"[{one['low']:+.4f}, {one['high']:+.4f}]"
+        losses = (f"{one['difference']:+.4f}", interval, f"{one['worst_tenth']:+.3f}", f"{one['worst']:+.3f}")
+        rows.append(
+            (one["arm"], one["other"], str(one["cells"]), *losses, f"{one['times_flops_median']:.2f}", f"{one['times_flops_of_all']:.2f}")
+        )
+    print_table(rows)
+    print("chosen:", dict(Counter(name for run in runs for name in run["chosen"]).most_common()))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draw", type=int, default=1, help="seed of the cells; the rules were chosen on 0")
+    parser.add_argument("--cells", type=int, default=40)
+    parser.add_argument("--hosts", type=int, default=2, help="per cell and arm")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS))
+    parser.add_argument("--rent", type=float, default=RentConfig().parameters, help="price of parameters and of FLOPs")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=2, help="worker processes, of one thread each")
+    parser.add_argument("--summary", action="store_true", help="compare what the file holds, and train nothing")
+    parser.add_argument("--out", type=Path, default=RESULTS / "lookahead.jsonl")
+    options = parser.parse_args(arguments)
+    output = Output(options.out, resume=True)
+    runs = [run for run in output.earlier if "arm" in run and "number" in run]
+    if not options.summary:
+        have = {(run["draw"], run["number"], run["rent"]) for run in runs}
+        wanted = [number for number in range(options.cells) if (options.draw, number, options.rent) not in have]
+        jobs = [partial(run_cell, number, options.draw, options.arms, options.hosts, options.rent, options.device) for number in wanted]
+        runs += run_all(jobs, processes=options.jobs, output=output)
+    found = [run for run in runs if run["draw"] == options.draw and run["rent"] == options.rent]
+    present = {run["arm"] for run in found}
+    pairs = [("heuristic", "never"), *((arm, "heuristic") for arm in sorted(present - {"never", "heuristic"}))]
+    records = [compared(found, arm, other) for arm, other in pairs if {arm, other} <= present]
+    for record in records:
+        output.append({**record, "draw": options.draw, "rent": options.rent})
+    show(records, found)
+
+
+if __name__ == "__main__":
+    main()
