@@ -93,8 +93,8 @@ def test_a_row_equals_the_same_host_alone_through_lives_in_the_shadow() -> None:
         },
         {
             0: [germinate("blocks.2", "depthwise")],
-            2: [Advance(slot="blocks.2", reason=""), germinate("blocks.0", "conv3x3")],
-            5: [Prune(slot="blocks.2", reason="")],
+            2: [Advance(slot="blocks.2", reason="", epochs=1, curve="sigmoid_12", alpha=0.6), germinate("blocks.0", "conv3x3")],
+            5: [Prune(slot="blocks.2", reason="", epochs=3, curve="linear")],
         },
     ]
     settings = [HostConfig(seed=row, growth_seed=10 + row, horizon=9, learning_rate=0.01) for row in range(len(scripts))]

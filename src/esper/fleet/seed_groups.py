@@ -513,5 +513,5 @@ def _alphas(lifecycles: Lifecycles[RowBackend], steps: int) -> Iterable[tuple[st
         for step in range(steps):
             for name, backend in backends.items():
                 alphas[name][step] = backend.alpha
-                backend.advance_alpha(lifecycles.config.lifecycle.alpha_curve)
+                backend.advance_alpha()
     return [(name, backend, alphas[name]) for name, backend in backends.items()]

@@ -39,6 +39,9 @@ class BudgetConfig(Config):
     max_flops: PositiveFloat | None = 32.0  # added FLOPs / host FLOPs of a forward pass; None: no limit
 
 
+Curve = Literal["linear", "cosine", "sigmoid_6", "sigmoid_12", "sigmoid_24"]  # of alpha over time
+
+
 class LifecycleConfig(Config):
     """How a seed is raised, and the length of its stages in epochs."""
 
@@ -47,7 +50,7 @@ class LifecycleConfig(Config):
     minimum_health: Fraction = 0.7  # shadow: minimum gradient health before blending
     blend_epochs: NonNegativeInt = 2  # epochs over which alpha rises after the shadow, or moves to another target
     blending: Literal["add", "multiply", "gate"] = "add"  # how a seed's branch changes the output of its slot; each starts as the identity
-    alpha_curve: Literal["linear", "cosine"] = "linear"  # shape of the rise or fall of alpha
+    alpha_curve: Curve = "linear"  # shape of the rise or fall of alpha; a sigmoid is the steeper, the higher its number
     alpha_target: PositiveFloat = 1.0  # shadow: final alpha, at most 1; joint seeds have alpha 1 from birth
     holding_epochs: PositiveInt = 3  # minimum epochs of probation before a seed may be fossilized
     withdraw_epochs: NonNegativeInt = 2  # epochs over which alpha falls before a seed is pruned

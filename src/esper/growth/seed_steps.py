@@ -294,12 +294,11 @@ class SeedSteps:
 
     def tick(self, is_skipped: Tensor | bool) -> None:
         """Advance the warm-up of the seeds' learning rates, and the alphas that move, by one step; the host may have skipped it."""
-        curve = self._lifecycles.config.lifecycle.alpha_curve
         for backend in self._lifecycles.slots.values():
             if backend.learner is not None:
                 backend.learner.tick(is_skipped=is_skipped)
             if backend.record.ramp is not None:
-                backend.advance_alpha(curve)
+                backend.advance_alpha()
 
     def has_overflowed(self) -> Tensor | bool:
         """Return whether the GradScaler skipped the host's step: then its loss scale is lower than before.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -69,7 +71,21 @@ def test_a_seed_raised_in_the_shadow_trains_blends_and_holds() -> None:
     assert slot.alpha == 1.0
 
 
-@pytest.mark.parametrize("curve", ["linear", "cosine"])
+def sigmoid(steepness: float, part: float) -> float:
+    low, high = (1 / (1 + math.exp(sign * steepness / 2)) for sign in (1, -1))
+    return (1 / (1 + math.exp(-steepness * (part - 0.5))) - low) / (high - low)
+
+
+CURVES: dict[str, Callable[[float], float]] = {
+    "linear": lambda part: part,
+    "cosine": lambda part: (1 - math.cos(math.pi * part)) / 2,
+    "sigmoid_6": partial(sigmoid, 6.0),
+    "sigmoid_12": partial(sigmoid, 12.0),
+    "sigmoid_24": partial(sigmoid, 24.0),
+}
+
+
+@pytest.mark.parametrize("curve", list(CURVES))
 @pytest.mark.parametrize("target", [1.0, 0.5])
 def test_alpha_rises_step_by_step_and_reaches_its_target(curve: str, target: float) -> None:
     rules = LifecycleConfig(raise_mode="shadow", training_epochs=1, blend_epochs=2, alpha_curve=curve, alpha_target=target)
@@ -83,9 +99,48 @@ def test_alpha_rises_step_by_step_and_reaches_its_target(curve: str, target: flo
             alphas.append(loop.slotted.slots["first"].alpha)
             assert float(loop.slotted.slots["first"].seed.alpha) == pytest.approx(alphas[-1])
         loop.grower.after_epoch(loop.evaluate)
-    shape = (lambda part: part) if curve == "linear" else (lambda part: (1 - math.cos(math.pi * part)) / 2)
-    assert alphas == pytest.approx([target * shape((step + 1) / steps) for step in range(steps)])
+    assert alphas == pytest.approx([target * CURVES[curve]((step + 1) / steps) for step in range(steps)])
     assert alphas[-1] == target
+
+
+def test_an_action_may_set_the_target_the_time_and_the_curve_of_alpha() -> None:
+    rules = LifecycleConfig(raise_mode="shadow", training_epochs=1, blend_epochs=5, withdraw_epochs=5, holding_epochs=1)
+    script = {
+        **GROW,
+        1: [Advance(slot="first", reason="test", alpha=0.8, epochs=1, curve="sigmoid_6")],
+        2: [Retarget(slot="first", reason="test", alpha=0.4, epochs=0)],
+        3: [Prune(slot="first", reason="test", epochs=1, curve="cosine")],
+    }
+    loop = make_loop(Script(script), config(rules))
+    loop.epoch()
+    alphas = []
+    for _ in range(3):
+        for x, y in loop.data:
+            loop.step(x, y)
+            alphas.append(loop.slotted.slots["first"].alpha)
+        loop.grower.after_epoch(loop.evaluate)
+    parts = [step / 4 for step in range(1, 5)]
+    rising, falling = ([CURVES[curve](part) for part in parts] for curve in ("sigmoid_6", "cosine"))
+    assert alphas == pytest.approx([*(0.8 * part for part in rising), *[0.4] * 4, *(0.4 * (1 - part) for part in falling)])
+    assert stages(loop)[-1] == "PRUNED"
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        (Advance(slot="first", reason="test", alpha=1.5), "alpha must be above 0 and at most 1, not 1.5; to get rid of a seed, prune it"),
+        (Advance(slot="first", reason="test", epochs=-1), "alpha moves over a whole number of epochs from 0 on, not -1"),
+        (Prune(slot="first", reason="test", epochs=0.5), "alpha moves over a whole number of epochs from 0 on, not 0.5"),  # type: ignore[arg-type]
+        (
+            Prune(slot="first", reason="test", curve="steep"),  # type: ignore[arg-type]
+            "alpha moves along one of linear, cosine, sigmoid_6, sigmoid_12, sigmoid_24, not 'steep'",
+        ),
+    ],
+)
+def test_a_wrong_movement_of_alpha_is_refused(action: Action, reason: str) -> None:
+    loop = make_loop(Script({**GROW, 1: [action]}), config(QUICK_SHADOW))
+    loop.epoch(epochs=2)
+    assert refusals(loop) == [reason]
 
 
 def test_a_seed_that_is_withdrawn_fades_and_the_slot_waits_out_its_embargo() -> None:

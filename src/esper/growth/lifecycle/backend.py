@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from esper.gradients import GradientStats
-from esper.growth.config import SeedOptimizerConfig
+from esper.growth.config import Curve, SeedOptimizerConfig
 from esper.growth.host.layout import Place
 from esper.growth.host.slots import Slot
 from esper.growth.host.slotted import Slotted
@@ -35,14 +35,28 @@ class Ramp(msgspec.Struct):
     start: float
     target: float
     steps: int
+    curve: Curve
     done: int = 0
 
-    def alpha(self, curve: str) -> float:
-        """Return alpha after the steps done so far, along a "linear" or "cosine" curve."""
-        progress = min(self.done / self.steps, 1.0)
-        if curve == "cosine":
-            progress = (1 - math.cos(math.pi * progress)) / 2
-        return self.start + (self.target - self.start) * progress
+    @property
+    def alpha(self) -> float:
+        """Alpha after the steps done so far."""
+        return self.start + (self.target - self.start) * on_curve(self.curve, min(self.done / self.steps, 1.0))
+
+
+def on_curve(curve: Curve, part: float) -> float:
+    """Return how much of a movement along a curve is done after a part of the time; all curves are symmetric about (½, ½).
+
+    >>> [round(on_curve(curve, 0.25), 3) for curve in ("linear", "cosine", "sigmoid_6", "sigmoid_12", "sigmoid_24")]
+    [0.25, 0.146, 0.147, 0.045, 0.002]
+    """
+    if curve == "linear":
+        return part
+    if curve == "cosine":
+        return (1 - math.cos(math.pi * part)) / 2
+    # A logistic curve from -steepness/2 to steepness/2, stretched so that it begins at 0 and ends at 1.
+    steepness = float(curve.removeprefix("sigmoid_"))
+    return (math.tanh(steepness / 2 * (part - 0.5)) / math.tanh(steepness / 4) + 1) / 2
 
 
 class SlotRecord(msgspec.Struct):
@@ -112,12 +126,12 @@ class SlotBackend(ABC):
     def wide(self) -> tuple[WidePlan, ...]:
         """The parts of the seed if it is a width seed; () if not."""
 
-    def advance_alpha(self, curve: str) -> None:
+    def advance_alpha(self) -> None:
         """Move alpha by one training step along its ramp, if there is one that has not reached its end."""
         ramp = self.record.ramp
         if ramp is not None and ramp.done < ramp.steps:
             ramp.done += 1
-            self.alpha = ramp.alpha(curve)
+            self.alpha = ramp.alpha
 
     @property
     @abstractmethod

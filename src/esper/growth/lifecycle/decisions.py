@@ -22,6 +22,7 @@ from esper.growth.lifecycle.stages import (
     Decision,
     Fossilize,
     Germinate,
+    Gradual,
     GrowthState,
     Prune,
     Retarget,
@@ -31,6 +32,7 @@ from esper.growth.lifecycle.stages import (
     may_blend,
     may_fossilize,
     may_germinate,
+    may_move_alpha,
     may_prune,
     may_retarget,
     may_shrink,
@@ -139,6 +141,8 @@ def carry_out(lifecycles: Lifecycles[AnyBackend], decision: Decision, *, by: str
 def ask_gate(lifecycles: Lifecycles[AnyBackend], action: Action, slot: SlotState) -> Answer:
     """Return the answer of the gate that `action` has to pass, for a slot in this state."""
     rules = lifecycles.config.lifecycle
+    if isinstance(action, Gradual) and not (answer := may_move_alpha(action, getattr(action, "alpha", None))).passed:
+        return answer
     match action:
         case Germinate():
             names = [option.name for option in lifecycles.options[action.slot]]
@@ -148,7 +152,7 @@ def ask_gate(lifecycles: Lifecycles[AnyBackend], action: Action, slot: SlotState
         case Advance():
             return may_blend(slot, rules)
         case Retarget():
-            return may_retarget(slot, action.alpha)
+            return may_retarget(slot)
         case Fossilize():
             return may_fossilize(slot, rules, epoch=lifecycles.epoch)
         case Prune():
@@ -178,15 +182,16 @@ def _execute(lifecycles: Lifecycles[AnyBackend], action: Action, state: SlotStat
                     )
                 )
             lifecycles.germinate(name, action.blueprint, action.reason)
-        case Advance():
-            lifecycles.blend(name, action.reason)
-        case Retarget():
-            lifecycles.blend(name, action.reason, alpha=action.alpha)
+        case Advance() | Retarget():
+            lifecycles.blend(name, action.reason, alpha=action.alpha, over=action)
         case Fossilize():
             lifecycles.fossilize(name, action.reason)
         case Prune():
             # A connected seed is pruned gradually, unless no epochs are left in which alpha could fall.
-            (lifecycles.prune if lifecycles.is_over else lifecycles.withdraw)(name, action.reason)
+            if lifecycles.is_over:
+                lifecycles.prune(name, action.reason)
+            else:
+                lifecycles.withdraw(name, action.reason, over=action)
         case Shrink():
             assert state.contribution is not None  # the gate has asked for it
             number, gain = slot.record.number, state.contribution.gain

@@ -23,7 +23,7 @@ from esper.growth.lifecycle.backend import AnyBackend, Ramp, SeedPlan, SlotRecor
 from esper.growth.lifecycle.governor import Diverged, Governor, LossRange, Verdict
 from esper.growth.lifecycle.history import History
 from esper.growth.lifecycle.ledger import Ledger
-from esper.growth.lifecycle.stages import LIVING, OCCUPIED, Contribution, Cost, Stage, may_move
+from esper.growth.lifecycle.stages import LIVING, OCCUPIED, Contribution, Cost, Gradual, Stage, may_move
 from esper.growth.measure.contribution import Allowance, allowance, confidence_of_look, marginal_rent, total
 from esper.growth.measure.probe import Promises, capped
 from esper.growth.seeds.blueprints import REGISTRY, Blueprint, cost_of, get_blueprint, options_for
@@ -170,13 +170,13 @@ class Lifecycles(Generic[AnyBackend]):
         """The number of the next seed."""
         return self.ledger.seeds[-1].number + 1 if self.ledger.seeds else 1
 
-    def blend(self, name: str, reason: str, *, alpha: float | None = None) -> None:
-        """Start to move alpha to `alpha`, or to the configured target. Connect a seed that was raised in the shadow."""
+    def blend(self, name: str, reason: str, *, alpha: float | None = None, over: Gradual | None = None) -> None:
+        """Start to move alpha to `alpha`, or to the configured target, as `over` says. Connect a seed that was raised in the shadow."""
         slot, rules = self.slots[name], self.config.lifecycle
         slot.connect()
         if slot.stage is not Stage.BLENDING:
             self._enter(name, Stage.BLENDING, reason)
-        self._ramp(slot, rules.alpha_target if alpha is None else alpha, rules.blend_epochs)
+        self._ramp(slot, rules.alpha_target if alpha is None else alpha, rules.blend_epochs, over)
 
     def fossilize(self, name: str, reason: str) -> None:
         """Make the seed a permanent part of the host. Another slot opens behind it, as far as the budget allows."""
@@ -187,16 +187,16 @@ class Lifecycles(Generic[AnyBackend]):
         if slot.place.earlier + 1 < self.config.budget.max_seeds_per_place:
             self._open_again(name)
 
-    def withdraw(self, name: str, reason: str) -> None:
+    def withdraw(self, name: str, reason: str, *, over: Gradual | None = None) -> None:
         """Prune a seed gradually: lower alpha to 0 first, so that the host adapts. Without anything to lower, prune it at once."""
-        slot, rules = self.slots[name], self.config.lifecycle
-        if not slot.is_connected or rules.withdraw_epochs == 0 or slot.alpha == 0.0:
+        slot, epochs = self.slots[name], self.config.lifecycle.withdraw_epochs
+        if not slot.is_connected or slot.alpha == 0.0 or (epochs if over is None or over.epochs is None else over.epochs) == 0:
             self.prune(name, reason)
             return
         if slot.stage is not Stage.BLENDING:
             self._enter(name, Stage.BLENDING, f"{reason}; alpha falls to 0")
         slot.record.is_withdrawing, slot.record.why_withdrawn = True, reason
-        self._ramp(slot, 0.0, rules.withdraw_epochs)
+        self._ramp(slot, 0.0, epochs, over)
 
     def prune(self, name: str, reason: str) -> None:
         """Remove the seed at once, with its weights, and put the slot under embargo."""
@@ -233,12 +233,12 @@ class Lifecycles(Generic[AnyBackend]):
             StageEntered(epoch=self.epoch, slot=slot, number=number, blueprint=blueprint, stage=stage.name, reason=reason, birth=birth)
         )
 
-    def _ramp(self, slot: AnyBackend, target: float, epochs: int) -> None:
-        """Let alpha move to `target` over this number of epochs; 0 moves it at once."""
-        steps = epochs * max(self.steps_per_epoch, 1)
-        slot.record.ramp = Ramp(slot.alpha, target, steps) if steps else None
-        if steps == 0:
-            slot.alpha = target
+    def _ramp(self, slot: AnyBackend, target: float, epochs: int, over: Gradual | None = None) -> None:
+        """Let alpha move to `target` over this number of epochs, unless `over` has another; 0 moves it at once."""
+        steps = (epochs if over is None or over.epochs is None else over.epochs) * max(self.steps_per_epoch, 1)
+        curve = (over.curve if over is not None else None) or self.config.lifecycle.alpha_curve
+        slot.record.ramp = Ramp(slot.alpha, target, steps, curve) if steps else None
+        slot.alpha = slot.alpha if steps else target
 
     def _open_again(self, name: str) -> None:
         """Open another slot at the place of a slot, behind it, if the place can have several."""

@@ -26,9 +26,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_args, runtime_checkable
 
-from esper.growth.config import LifecycleConfig, RentConfig
+from esper.growth.config import Curve, LifecycleConfig, RentConfig
 from esper.growth.events import Unit
 from esper.growth.lifecycle.governor import LossRange
 from esper.intervals import Interval
@@ -201,12 +201,22 @@ class Germinate(Action):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advance(Action):
-    """Move a seed from TRAINING to BLENDING."""
+class Gradual(Action):
+    """An action that moves alpha over some epochs along a curve; None: as the configuration says."""
+
+    epochs: int | None = None  # 0: at once
+    curve: Curve | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Retarget(Action):
+class Advance(Gradual):
+    """Move a seed from TRAINING to BLENDING."""
+
+    alpha: float | None = None  # target; None: that of the configuration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retarget(Gradual):
     """Move alpha of a seed in HOLDING or BLENDING to another target."""
 
     alpha: float
@@ -218,7 +228,7 @@ class Fossilize(Action):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prune(Action):
+class Prune(Gradual):
     """Remove the seed: at once if it is not connected, otherwise after alpha has fallen to 0."""
 
 
@@ -317,6 +327,17 @@ def may_germinate(slot: SlotState, refusal: str | None) -> Answer:
     return _refuse(refusal) if refusal else Answer(True, "the slot is free and the budget allows it")
 
 
+def may_move_alpha(action: Gradual, alpha: float | None) -> Answer:
+    """Check the target of alpha, the epochs and the curve of an action."""
+    if alpha is not None and not 0 < alpha <= 1:
+        return _refuse(f"alpha must be above 0 and at most 1, not {alpha:g}; to get rid of a seed, prune it")
+    if action.epochs is not None and (isinstance(action.epochs, bool) or not isinstance(action.epochs, int) or action.epochs < 0):
+        return _refuse(f"alpha moves over a whole number of epochs from 0 on, not {action.epochs!r}")
+    if action.curve is not None and action.curve not in get_args(Curve):
+        return _refuse(f"alpha moves along one of {', '.join(get_args(Curve))}, not {action.curve!r}")
+    return Answer(True, "alpha may move so")
+
+
 def may_blend(slot: SlotState, rules: LifecycleConfig) -> Answer:
     """Check that a seed raised in the shadow has trained long enough, with healthy gradients, to be connected."""
     if slot.stage is not Stage.TRAINING:
@@ -364,12 +385,10 @@ def may_shrink(slot: SlotState, *, epoch: int, refusal: str) -> Answer:
     return _refuse(refusal) if refusal else Answer(True, slot.contribution.in_words())
 
 
-def may_retarget(slot: SlotState, alpha: float) -> Answer:
-    """Check that the seed is connected, is not being withdrawn, and that `alpha` is a valid target."""
+def may_retarget(slot: SlotState) -> Answer:
+    """Check that the seed is connected and is not being withdrawn."""
     if slot.stage not in (Stage.BLENDING, Stage.HOLDING):
         return _refuse(f"alpha moves only in BLENDING and HOLDING, and the seed is {slot.stage.name}")
     if slot.is_withdrawing:
         return _refuse("it is being withdrawn")
-    if not 0 < alpha <= 1:
-        return _refuse(f"alpha must be above 0 and at most 1, not {alpha:g}; to get rid of a seed, prune it")
     return Answer(True, "it is connected")
