@@ -1,6 +1,7 @@
 """What looking ahead is worth: the controller lookahead beside the heuristic, and beside every first move that it could make.
 
     python benchmarks/lookahead.py --device cuda --jobs 5 --draw 1
+    python benchmarks/lookahead.py --arms heuristic --lifecycle blending=gate   # the same with other rules of growth
     python benchmarks/lookahead.py --summary
 
 A cell is drawn from the whole domain of controllers (sources, families, sizes, optimisers, schedules, label noise, horizons) by its number
@@ -9,6 +10,8 @@ validation loss. Arms, paired over hosts:
 
     never, heuristic, lookahead
     first NAME      at the first look of the heuristic the move NAME, whatever the heuristic thinks of it, and the heuristic from then on
+
+With `--lifecycle` these rules are a part of the arm's name, and it is compared with the same arm without them, or with the arm `--against`.
 
 The rules of lookahead were chosen on draw 0. Utility is the test loss plus the rent of what was kept, in nats for ten classes. Intervals
 are Student's over cells, each the mean of its hosts. GFLOPs are all that a run has used, trials, probes and measurements included.
@@ -25,12 +28,14 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import msgspec
+
 from esper.controller.cells import draw_cell
 from esper.controller.config import DomainConfig
 from esper.fleet import Fleet, FleetConfig
 from esper.fleet.trials import RowTrials
 from esper.growth import Controller, GrowthConfig
-from esper.growth.config import RentConfig
+from esper.growth.config import LifecycleConfig, RentConfig
 from esper.growth.controllers.baselines import make_controller
 from esper.growth.controllers.heuristic import Heuristic
 from esper.growth.controllers.lookahead import host_wide
@@ -67,11 +72,11 @@ def controller(arm: str, growth: GrowthConfig) -> Controller:
     return FirstMove(growth, arm.removeprefix(FIRST)) if arm.startswith(FIRST) else make_controller(arm, growth)
 
 
-def run_cell(number: int, draw: int, arms: Sequence[str], hosts: int, rent: float, device: str) -> list[Record]:
-    """Train these arms in a cell as the rows of one fleet. Free rows make the trials of lookahead."""
+def run_cell(number: int, draw: int, arms: Sequence[str], hosts: int, rent: float, rules: Sequence[str], device: str) -> list[Record]:
+    """Train these arms in a cell as the rows of one fleet, by these rules. Free rows make the trials of lookahead."""
     began, cell = time.perf_counter(), draw_cell(DomainConfig(), number=number, seed=draw)
     task, price = cell.task(load_task), RentConfig(parameters=rent, flops=rent)
-    growth = GrowthConfig(rent=price)
+    growth = GrowthConfig(rent=price, lifecycle=msgspec.convert(dict(rule.split("=") for rule in rules), LifecycleConfig, strict=False))
     wanted = [(arm, seed) for arm in arms for seed in range(hosts)]
     free = sum(arm == "lookahead" for arm, _ in wanted) * (1 + growth.lookahead.plans)
     events: list[Any] = []
@@ -98,7 +103,7 @@ def run_cell(number: int, draw: int, arms: Sequence[str], hosts: int, rent: floa
         added, compared = lifecycles.added(), [event for event in events if isinstance(event, TrialsCompared) and event.env == row]
         records.append(
             {
-                **{"draw": draw, "number": number, "arm": arm, "seed": seed, "rent": rent},
+                **{"draw": draw, "number": number, "arm": named(arm, rules), "seed": seed, "rent": rent},
                 **{"source": cell.source, "host": cell.host, "samples": cell.samples, "noise": cell.label_noise},
                 **{"optimizer": cell.optimizer, "learning_rate": cell.learning_rate, "horizon": cell.horizon},
                 "test_loss": losses[row] / lifecycles.unit,
@@ -113,6 +118,10 @@ def run_cell(number: int, draw: int, arms: Sequence[str], hosts: int, rent: floa
             }
         )
     return records
+
+
+def named(arm: str, rules: Sequence[str]) -> str:
+    return " ".join((arm, *rules))
 
 
 # Comparing
@@ -153,6 +162,12 @@ def compared(runs: Sequence[Record], arm: str, other: str) -> Record:
     }
 
 
+def base_of(arm: str) -> str:
+    """Return what an arm is compared with: itself without rules of its own, or the heuristic, and that with never growing."""
+    without = " ".join(word for word in arm.split() if "=" not in word)
+    return without if without != arm else "never" if arm == "heuristic" else "heuristic"
+
+
 def show(records: Sequence[Record], runs: Sequence[Record]) -> None:
     rows = [("arm", "minus", "cells", "utility", "95 %", "worst tenth", "worst", "× FLOPs, median", "of all")]
     for one in records:
@@ -171,6 +186,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cells", type=int, default=40)
     parser.add_argument("--hosts", type=int, default=2, help="per cell and arm")
     parser.add_argument("--arms", nargs="+", default=list(ARMS))
+    parser.add_argument("--lifecycle", nargs="*", default=[], metavar="NAME=VALUE", help="rules of growth, such as raise_mode=shadow")
+    parser.add_argument("--against", help="arm to compare all others with, such as 'heuristic raise_mode=shadow'")
     parser.add_argument("--rent", type=float, default=RentConfig().parameters, help="price of parameters and of FLOPs")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=2, help="worker processes, of one thread each")
@@ -180,14 +197,17 @@ def main(arguments: list[str] | None = None) -> None:
     output = Output(options.out, resume=True)
     runs = [run for run in output.earlier if "arm" in run and "number" in run]
     if not options.summary:
-        have = {(run["draw"], run["number"], run["rent"]) for run in runs}
-        wanted = [number for number in range(options.cells) if (options.draw, number, options.rent) not in have]
-        jobs = [partial(run_cell, number, options.draw, options.arms, options.hosts, options.rent, options.device) for number in wanted]
+        have = {(run["number"], run["arm"]) for run in runs if run["draw"] == options.draw and run["rent"] == options.rent}
+        jobs = []
+        for number in range(options.cells):
+            if arms := [arm for arm in options.arms if (number, named(arm, options.lifecycle)) not in have]:
+                about = (options.draw, arms, options.hosts, options.rent, options.lifecycle, options.device)
+                jobs.append(partial(run_cell, number, *about))
         runs += run_all(jobs, processes=options.jobs, output=output)
     found = [run for run in runs if run["draw"] == options.draw and run["rent"] == options.rent]
     present = {run["arm"] for run in found}
-    pairs = [("heuristic", "never"), *((arm, "heuristic") for arm in sorted(present - {"never", "heuristic"}))]
-    records = [compared(found, arm, other) for arm, other in pairs if {arm, other} <= present]
+    pairs = [(arm, options.against or base_of(arm)) for arm in sorted(present) if arm != "never"]
+    records = [compared(found, arm, other) for arm, other in pairs if other in present and arm != other]
     for record in records:
         output.append({**record, "draw": options.draw, "rent": options.rent})
     show(records, found)

@@ -32,13 +32,24 @@ def test_all_arms_of_a_cell_are_trained_and_compared_once(
     assert all(len(run["chosen"]) == (run["arm"] == "lookahead") for run in runs)
     summary = [record for record in records if record.get("what") == "compared"]
     assert [(one["arm"], one["other"], one["cells"]) for one in summary] == [
-        ("heuristic", "never", 2),
         ("first branches", "heuristic", 2),
+        ("heuristic", "never", 2),
         ("lookahead", "heuristic", 2),
     ]
     monkeypatch.setattr(lookahead, "run_cell", None)  # what is in the file is not trained again
     lookahead.main(options)
     assert "first branches  heuristic  2" in capsys.readouterr().out
+
+
+def test_rules_of_growth_are_a_part_of_the_name_and_compared_with_the_arm_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = Cell(host="conv-2x1", samples=64, batch_size=16, steps_per_decision=2, horizon=5)
+    monkeypatch.setattr(lookahead, "draw_cell", lambda domain, *, number, seed: small)
+    options = ["--cells", "2", "--hosts", "1", "--jobs", "1", "--out", str(tmp_path / "rules.jsonl"), "--arms", "first branches"]
+    lookahead.main(options)
+    lookahead.main([*options, "--lifecycle", "blending=gate", "holding_epochs=2"])
+    assert "first branches blending=gate holding_epochs=2  first branches  2" in capsys.readouterr().out
 
 
 def test_differences_are_means_of_cells_and_the_costs_those_of_all() -> None:
