@@ -5,7 +5,7 @@
     python benchmarks/lookahead.py --summary
 
 A cell is drawn from the whole domain of controllers (sources, families, sizes, optimisers, schedules, label noise, horizons) by its number
-and the draw. All runs of a cell are the rows of one fleet, with the default settings of growth, and keep the state with the lowest
+and the draw. All runs of a cell are trained in one fleet, with the default settings of growth, and keep the state with the lowest
 validation loss. Arms, paired over hosts:
 
     never, heuristic, lookahead
@@ -29,18 +29,20 @@ from statistics import fmean, median
 from typing import Any
 
 import msgspec
+import torch
 
 from esper.controller.cells import draw_cell
 from esper.controller.config import DomainConfig
-from esper.fleet import Fleet, FleetConfig
-from esper.fleet.trials import RowTrials
+from esper.controller.evaluation import EvalCase, EvalSetting, run_cases
+from esper.fleet import FleetConfig
+from esper.fleet.data import TaskTensors
 from esper.growth import Controller, GrowthConfig
 from esper.growth.config import LifecycleConfig, RentConfig
 from esper.growth.controllers.baselines import make_controller
 from esper.growth.controllers.heuristic import Heuristic
 from esper.growth.controllers.lookahead import host_wide
-from esper.growth.events import TrialsCompared
-from esper.growth.lifecycle.stages import Decision, Germinate, GrowthState
+from esper.growth.lifecycle.stages import Cost, Decision, Germinate, GrowthState
+from esper.growth.measure.contribution import rent_of
 from esper.statistics import student_interval
 from esper.tasks import load_task
 from growth_runs import print_table, run_all
@@ -49,6 +51,7 @@ from records import RESULTS, Output, Record
 ARMS = ("never", "heuristic", "lookahead")
 FIRST = "first "
 VALIDATION = 1_000  # samples
+MOST_ROWS = 64  # of a fleet
 
 
 class FirstMove:
@@ -73,51 +76,39 @@ def controller(arm: str, growth: GrowthConfig) -> Controller:
 
 
 def run_cell(number: int, draw: int, arms: Sequence[str], hosts: int, rent: float, rules: Sequence[str], device: str) -> list[Record]:
-    """Train these arms in a cell as the rows of one fleet, by these rules. Free rows make the trials of lookahead."""
+    """Train these arms in a cell in one fleet, by these rules. Hosts of one seed are one row as long as their arms decide the same."""
     began, cell = time.perf_counter(), draw_cell(DomainConfig(), number=number, seed=draw)
     task, price = cell.task(load_task), RentConfig(parameters=rent, flops=rent)
     growth = GrowthConfig(rent=price, lifecycle=msgspec.convert(dict(rule.split("=") for rule in rules), LifecycleConfig, strict=False))
-    wanted = [(arm, seed) for arm in arms for seed in range(hosts)]
-    free = sum(arm == "lookahead" for arm, _ in wanted) * (1 + growth.lookahead.plans)
-    events: list[Any] = []
-    fleet = Fleet(
+    place = torch.device(device)
+    setting = EvalSetting(
         task,
-        task.maker(cell.host),
-        hosts=len(wanted) + free,
-        growth=growth,
-        config=cell.fleet(FleetConfig(validation_samples=VALIDATION)),
-        device=device,
-        on_event=events.append,
+        cell.host,
+        TaskTensors.of(task, device=place, dtype=torch.float32),
+        cell.fleet(FleetConfig(validation_samples=VALIDATION)),
+        growth,
+        place,
+        rows=MOST_ROWS,
     )
-    fleet.reset({row: cell.host_config(seed, len(task.train), rent=price, growth_seed=seed) for row, (_, seed) in enumerate(wanted)})
-    controllers = {row: controller(arm, growth) for row, (arm, _) in enumerate(wanted)}
-    trials, rows = RowTrials(fleet, controllers, free=range(len(wanted), len(wanted) + free)), fleet.training()
-    while rows:
-        trials.decide(rows)
-        rows = trials.settle(fleet.advance())
-    fleet.finish(range(len(wanted)))
-    losses, seconds = fleet.losses(task.test).tolist(), time.perf_counter() - began
-    records = []
-    for row, (arm, seed) in enumerate(wanted):
-        lifecycles = fleet.rows[row].lifecycles
-        added, compared = lifecycles.added(), [event for event in events if isinstance(event, TrialsCompared) and event.env == row]
-        records.append(
-            {
-                **{"draw": draw, "number": number, "arm": named(arm, rules), "seed": seed, "rent": rent},
-                **{"source": cell.source, "host": cell.host, "samples": cell.samples, "noise": cell.label_noise},
-                **{"optimizer": cell.optimizer, "learning_rate": cell.learning_rate, "horizon": cell.horizon},
-                "test_loss": losses[row] / lifecycles.unit,
-                "rent_paid": lifecycles.rent_of(added, type(added)(0, 0)) / lifecycles.unit,
-                "val_losses": [loss / lifecycles.unit for loss in lifecycles.history.val_losses],
-                "parameters": lifecycles.host.parameters + added.parameters,
-                "gflops": lifecycles.history.flops / 1e9,
-                "seeds": [[seed.born, seed.slot, seed.blueprint, seed.outcome] for seed in lifecycles.ledger.seeds],
-                "chosen": [event.chosen for event in compared],
-                "gflops_lost": sum(event.gflops_lost for event in compared),
-                "seconds": seconds / len(wanted),
-            }
-        )
-    return records
+    wanted = [(arm, seed) for seed in range(hosts) for arm in arms]
+    settings = [cell.host_config(seed, len(task.train), rent=price, growth_seed=seed) for _, seed in wanted]
+    runs = run_cases(setting, [EvalCase(arm, one, controller(arm, growth)) for (arm, _), one in zip(wanted, settings, strict=True)])
+    seconds = (time.perf_counter() - began) / len(wanted)
+    return [
+        {
+            **{"draw": draw, "number": number, "arm": named(arm, rules), "seed": seed, "rent": rent},
+            **{"source": cell.source, "host": cell.host, "samples": cell.samples, "noise": cell.label_noise},
+            **{"optimizer": cell.optimizer, "learning_rate": cell.learning_rate, "horizon": cell.horizon},
+            "test_loss": run.test_loss / run.unit,
+            "rent_paid": rent_of(Cost(run.added_parameters, run.added_flops), Cost(run.parameters, run.flops_per_sample), price),
+            "parameters": run.parameters + run.added_parameters,
+            "gflops": run.total_flops / 1e9,
+            "seeds": run.trace,
+            "chosen": run.chosen,
+            "seconds": seconds,
+        }
+        for (arm, seed), run in zip(wanted, runs, strict=True)
+    ]
 
 
 def named(arm: str, rules: Sequence[str]) -> str:

@@ -28,7 +28,9 @@ def test_all_arms_of_a_cell_are_trained_and_compared_once(
     records = [json.loads(line) for line in out.read_text().splitlines()]
     runs = [record for record in records if "arm" in record and "number" in record]
     assert len(runs) == 2 * 2 * 4
-    assert {run["arm"] for run in runs if run["seeds"] and run["seeds"][0][0] == 2} >= {"first branches"}
+    assert {run["arm"] for run in runs if run["seeds"] and run["seeds"][0].startswith("2 blocks.0 ")} >= {"first branches"}
+    same = [run for run in runs if run["arm"] != "lookahead" and not run["seeds"]]
+    assert all(run["test_loss"] == other["test_loss"] for run in same for other in same if run["seed"] == other["seed"])
     assert all(len(run["chosen"]) == (run["arm"] == "lookahead") for run in runs)
     summary = [record for record in records if record.get("what") == "compared"]
     assert [(one["arm"], one["other"], one["cells"]) for one in summary] == [

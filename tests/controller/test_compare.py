@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import esper.growth.trials
 from esper.config import ConfigError
 from esper.controller.cells import Cell
 from esper.controller.compare import (
@@ -44,15 +45,17 @@ from esper.controller.compare_results import (
     of_whole_cells,
 )
 from esper.controller.compare_tables import tables
-from esper.controller.config import CompareConfig
+from esper.controller.config import BLUEPRINTS, CompareConfig
 from esper.controller.evaluation import EvalCase, EvalRun, run_cases
 from esper.controller.layout import FEATURES
 from esper.controller.plans import ConstantPlan, RandomMoves, move_named
 from esper.fleet.fleet import Fleet
 from esper.fleet.memory import Memory
+from esper.growth.config import GrowthConfig, LookaheadConfig
 from esper.growth.controllers.baselines import see_through
 from esper.growth.controllers.heuristic import Heuristic
-from esper.growth.lifecycle.stages import Candidate, Cost, Decision, Germinate, GrowthState
+from esper.growth.controllers.lookahead import Lookahead
+from esper.growth.lifecycle.stages import Candidate, Controller, Cost, Decision, Germinate, GrowthState
 from esper.rng import Streams
 from esper.tasks import load_task
 from tests.controller.hosts import slot, state
@@ -299,6 +302,30 @@ def test_cases_are_one_host_until_their_controllers_differ(monkeypatch: pytest.M
         assert one.val_loss == pytest.approx(alone.val_loss, rel=1e-3)
         for name in ("controller", "price", "seed", "kept", "total_flops", "trace"):
             assert getattr(one, name) == getattr(alone, name), name
+
+
+@pytest.mark.slow
+def test_a_case_that_looks_ahead_is_the_same_beside_others_and_goes_on_as_what_it_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(esper.growth.trials, "MARGIN", 0.0)
+    cell = msgspec.structs.replace(CELL, horizon=9)
+    task, growth = cell.task(load), GrowthConfig(blueprints=BLUEPRINTS, lookahead=LookaheadConfig(epochs=2))
+    setting = replace(eval_setting(cell, task, device=torch.device("cpu"), rows=256), growth=growth)
+
+    def case(name: str, controller: Controller, seed: int) -> EvalCase:
+        return make_case(cell, task, name, seed, 0.01, controller)
+
+    def cases() -> list[EvalCase]:
+        some = [case("heuristic", Heuristic(growth), 0), case("never", ConstantPlan(), 0)]
+        return [*some, *(case("lookahead", Lookahead(growth), seed) for seed in (0, 0, 1))]
+
+    together = run_cases(setting, cases())
+    apart = [run_cases(setting, [one])[0] for one in cases()]
+    for one, alone in zip(together, apart, strict=True):
+        assert one.val_loss == pytest.approx(alone.val_loss, rel=1e-3)
+        for name in ("kept", "total_flops", "trace", "chosen"):
+            assert getattr(one, name) == getattr(alone, name), name
+    assert [len(run.chosen) for run in together] == [0, 0, 1, 1, 1]
+    assert together[2].total_flops > together[1].total_flops, "all trials are counted"
 
 
 def test_results_of_constant_plans_have_the_features_of_moves_after_the_first_segment() -> None:

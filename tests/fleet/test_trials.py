@@ -37,11 +37,11 @@ def lives(rows: int, controllers: dict[int, Trying | Scripted]) -> tuple[list[li
     settings, events = host_settings(len(controllers)), list[Event]()
     fleet = Fleet(small_task(), make_host, hosts=rows, growth=GROWTH, config=CONFIG, on_event=events.append)
     fleet.reset(dict(enumerate(settings)))
-    trials = RowTrials(fleet, controllers, free=range(len(settings), rows))
+    trials = RowTrials(fleet, free=range(len(settings), rows))
     training = fleet.training()
     while training:
-        trials.decide(training)
-        training = trials.settle(fleet.advance())
+        trials.decide({row: controllers[row].decide(fleet.state(row)) for row in training}, controllers)
+        training = trials.settle(fleet.advance(), controllers)
     hosts = [fleet.rows[row].lifecycles.history for row in range(len(settings))]
     return [host.val_losses for host in hosts], [host.flops / 1e9 for host in hosts], events
 

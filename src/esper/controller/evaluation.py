@@ -5,6 +5,7 @@ segment and one after the last. All FLOPs are counted, including those of pruned
 
 Cases that start alike, such as those of one seed under several controllers, are one host of the fleet as long as their controllers decide
 the same. Where they differ, the host is copied. The rent of a case is only shown to its controller, so it makes no difference by itself.
+Further rows make the trials of controllers that look ahead.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from esper.controller.fleet_with_twins import with_finite_losses
 from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.data import TaskTensors
 from esper.fleet.fleet import Fleet
+from esper.fleet.trials import RowTrials
 from esper.growth.config import GrowthConfig, RentConfig
+from esper.growth.controllers.baselines import as_controller
+from esper.growth.controllers.lookahead import Lookahead
+from esper.growth.events import TrialsCompared
 from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, Shrink, Stage
 from esper.tasks import Task
 
@@ -59,6 +64,7 @@ class EvalRun(msgspec.Struct, frozen=True, kw_only=True):
     rollbacks: int
     unit: float = 1.0  # unit of the loss for rents, see LossRange
     trace: list[str] = []  # one text per seed: epoch, slot, blueprint, outcome
+    chosen: list[str] = []  # names of the trials that went on
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ def run_cases(
     """
     order = sorted(range(len(cases)), key=lambda index: cases[index].setting.horizon)
     runs: dict[int, EvalRun] = {}
-    rows = _rows_that_fit(eval_setting)
+    rows = max(_rows_that_fit(eval_setting) // (1 + max(_rows_to_try(eval_setting, case) for case in cases)), 1)
     for start in range(0, len(order), rows):
         some = order[start : start + rows]
         runs |= dict(zip(some, _run_in_one_fleet(eval_setting, [cases[index] for index in some], on_progress), strict=True))
@@ -103,6 +109,11 @@ def _fleet(eval_setting: EvalSetting, hosts: int) -> Fleet:
     )
 
 
+def _rows_to_try(eval_setting: EvalSetting, case: EvalCase) -> int:
+    """Return how many rows the trials of a case take beside its own."""
+    return 1 + eval_setting.growth.lookahead.plans if isinstance(case.controller, Lookahead) else 0
+
+
 def _rows_that_fit(eval_setting: EvalSetting) -> int:
     """Return how many cases can train at once. Each is counted as a host of its own with the largest seed in every slot.
 
@@ -115,13 +126,16 @@ def _rows_that_fit(eval_setting: EvalSetting) -> int:
 
 def _run_in_one_fleet(eval_setting: EvalSetting, cases: Sequence[EvalCase], on_progress: Callable[[int], Any]) -> list[EvalRun]:
     """Train cases in one fleet. Cases that have been decided alike so far are one row; there are enough rows for all to differ."""
-    fleet = _fleet(eval_setting, len(cases))
+    hosts = len(cases) + sum(_rows_to_try(eval_setting, case) for case in cases)
+    fleet = _fleet(eval_setting, hosts)
+    trials = RowTrials(fleet, free=range(len(cases), hosts))
     groups = dict(enumerate(_alike(cases)))  # row -> its cases
     fleet.reset({row: group[0].setting for row, group in groups.items()})
     rows = list(groups)
     while True:
         decisions = _decide(fleet, groups, [row for row in rows if not fleet.rows[row].is_given_up])
-        fleet.decide(decisions)
+        controllers = {row: _SharedRow([case.controller for case in group]) for row, group in groups.items()}
+        trials.decide(decisions, controllers)
         rows = list(dict.fromkeys((*rows, *decisions)))
         for row in rows:
             if groups[row][0].is_static:  # fossilize its seeds at once, without the gate that needs a measurement
@@ -129,16 +143,35 @@ def _run_in_one_fleet(eval_setting: EvalSetting, cases: Sequence[EvalCase], on_p
                 for name in [name for name in lifecycles.living() if lifecycles.slots[name].stage is Stage.HOLDING]:
                     lifecycles.fossilize(name, "a part of the network from the start")
         on_progress(sum(len(groups[row]) for row in rows))
-        rows = fleet.advance()
+        rows = trials.settle(fleet.advance(), controllers)
         if not rows:
             break
     # Prune the seeds that were not kept, and measure the hosts on test and validation data.
     fleet.finish(groups)
     test, validation = fleet.losses(eval_setting.task.test).tolist(), fleet.losses(eval_setting.task.validation).tolist()
     results = {
-        id(case): _result(eval_setting, fleet, row, case, test[row], validation[row]) for row, group in groups.items() for case in group
+        id(case): _result(eval_setting, fleet, row, case, test[row], validation[row], trials.compared.get(row, []))
+        for row, group in groups.items()
+        for case in group
     }
     return [results[id(case)] for case in cases]
+
+
+class _SharedRow:
+    """The controllers of the cases that share a row, which have decided the same so far."""
+
+    def __init__(self, controllers: Sequence[Controller]) -> None:
+        self.controllers = controllers
+
+    def decide(self, state: GrowthState) -> Decision:
+        return self.controllers[0].decide(state)
+
+    def state_dict(self) -> dict[str, object]:
+        return as_controller(self.controllers[0], GrowthConfig()).state_dict()
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        for controller in self.controllers:
+            as_controller(controller, GrowthConfig()).load_state_dict(state)
 
 
 def _alike(cases: Sequence[EvalCase]) -> list[list[EvalCase]]:
@@ -178,12 +211,21 @@ def _decide(fleet: Fleet, groups: dict[int, list[EvalCase]], rows: Sequence[int]
 def _effect(decision: Decision, rent: RentConfig) -> object:
     """Return all of a decision that makes a difference to a host: everything but the reasons."""
     actions = tuple((type(action), replace(action, reason="")) for action in decision.actions)
-    # Whether a kept seed may be removed depends on the rent.
-    its_rent = rent if any(isinstance(action, Shrink) for action in decision.actions) else None
-    return actions, its_rent, decision.probe, decision.not_probed, decision.measure_kept
+    tried = tuple((trial.name, *((type(action), replace(action, reason="")) for action in trial.actions)) for trial in decision.trials)
+    # Whether a kept seed may be removed, and which trial goes on, depends on the rent.
+    its_rent = rent if tried or any(isinstance(action, Shrink) for action in decision.actions) else None
+    return actions, tried, its_rent, decision.probe, decision.not_probed, decision.measure_kept
 
 
-def _result(eval_setting: EvalSetting, fleet: Fleet, row: int, case: EvalCase, test_loss: float, val_loss: float) -> EvalRun:
+def _result(
+    eval_setting: EvalSetting,
+    fleet: Fleet,
+    row: int,
+    case: EvalCase,
+    test_loss: float,
+    val_loss: float,
+    compared: Sequence[TrialsCompared],
+) -> EvalRun:
     """Return the result of one host of a finished fleet."""
     lifecycles = fleet.rows[row].lifecycles
     added, seeds = lifecycles.added(), lifecycles.ledger.seeds
@@ -207,4 +249,5 @@ def _result(eval_setting: EvalSetting, fleet: Fleet, row: int, case: EvalCase, t
         rollbacks=lifecycles.governor.rollbacks,
         unit=lifecycles.unit,
         trace=[f"{seed.born} {seed.slot} {seed.blueprint} {seed.outcome}" for seed in seeds],
+        chosen=[one.chosen for one in compared],
     )

@@ -1,18 +1,18 @@
 """Looking ahead in a fleet: free rows try what a controller considers, and the best of them takes the place of its host.
 
-    trials = RowTrials(fleet, controllers, free=spare_rows)     # controllers by row
+    trials = RowTrials(fleet, free=spare_rows)
     rows = fleet.training()
     while rows:
-        trials.decide(rows)
-        rows = trials.settle(fleet.advance())
+        trials.decide({row: controllers[row].decide(fleet.state(row)) for row in rows}, controllers)
+        rows = trials.settle(fleet.advance(), controllers)
 
 In all else trials are what `esper.growth.trials` makes of a single model. The events of a row that tries something carry its number.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 from esper.fleet.config import FleetError
@@ -33,27 +33,28 @@ class _Trials:
 
 
 class RowTrials:
-    """Lets the controllers of a fleet decide, and makes the trials that they ask for in free rows."""
+    """Carries out the decisions about the hosts of a fleet, and makes the trials that they ask for in free rows.
 
-    def __init__(self, fleet: Fleet, controllers: Mapping[int, Controller], *, free: Iterable[int]) -> None:
-        self.fleet, self.controllers, self._free = fleet, dict(controllers), list(free)
-        self._length = fleet.growth.lookahead.epochs
+    A host makes the first of its trials in its own row, by its own controller, and free rows make the others by copies of the controller.
+    """
+
+    def __init__(self, fleet: Fleet, *, free: Iterable[int]) -> None:
+        self.fleet, self._free, self._length = fleet, list(free), fleet.growth.lookahead.epochs
         self._tried: dict[int, _Trials] = {}  # by the row of the host
+        self._copies: dict[int, Controller] = {}  # of controllers, by row
+        self.compared: dict[int, list[TrialsCompared]] = {}  # the trials that have ended, by the row of the host
 
-    def decide(self, rows: Sequence[int]) -> None:
-        """Let the controllers of these rows decide. A host makes the first of its trials itself, and free rows make the others."""
-        decisions = {row: self.controllers[row].decide(self.fleet.state(row)) for row in rows}
-        busy = {row for trials in self._tried.values() for row in trials.by_row}
-        self.fleet.decide(
-            {row: _with_first(decision) if row in busy else replace(decision, trials=()) for row, decision in decisions.items()}
-        )
-        begun = {row: self._begin(row, decision.trials) for row, decision in decisions.items() if decision.trials and row not in busy}
-        self.fleet.copy({row: host for host, trials in begun.items() for row in trials.by_row if row != host})
-        actions = {row: Decision(trial.actions) for trials in begun.values() for row, trial in trials.by_row.items()}
-        for host, trials in begun.items():
-            for row in trials.by_row:
-                self.controllers[row] = copy.deepcopy(self.controllers[host])
-        self.fleet.decide(actions)
+    def decide(self, decisions: Mapping[int, Decision], controllers: Mapping[int, Controller]) -> None:
+        """Carry out these decisions about hosts, made by these controllers, and what the copies of controllers decide in other rows."""
+        copies = {row: copy.decide(self.fleet.state(row)) for row, copy in self._copies.items() if not self.fleet.rows[row].is_over}
+        carried_out = {row: _with_first(decision) for row, decision in copies.items()}
+        carried_out |= {row: _with_first(one) if row in self._tried else replace(one, trials=()) for row, one in decisions.items()}
+        self.fleet.decide(carried_out)
+        begun = {row: self._begin(row, one.trials) for row, one in decisions.items() if one.trials and row not in self._tried}
+        others = {row: host for host, trials in begun.items() for row in trials.by_row if row != host}
+        self.fleet.copy(others)
+        self._copies |= {row: deepcopy(controllers[host]) for row, host in others.items()}
+        self.fleet.decide({row: Decision(trial.actions) for trials in begun.values() for row, trial in trials.by_row.items()})
         self._tried |= begun
 
     def _begin(self, host: int, trials: Sequence[Trial]) -> _Trials:
@@ -62,31 +63,38 @@ class RowTrials:
         rows, lifecycles = [host, *(self._free.pop() for _ in trials[1:])], self.fleet.rows[host].lifecycles
         return _Trials(dict(zip(rows, trials, strict=True)), lifecycles.epoch, lifecycles.history.flops, lifecycles.governor.rollbacks)
 
-    def settle(self, rows: Sequence[int]) -> list[int]:
-        """After a segment of training: end the trials that have taken long enough. Return the rows of `rows` that go on."""
-        over = [
-            host
-            for host, trials in self._tried.items()
-            if host not in rows or self.fleet.rows[host].lifecycles.epoch - trials.epoch >= self._length
-        ]
-        gone = {row for host in over for row in self._end(host, self._tried.pop(host)) if row != host}
-        return [row for row in rows if row not in gone]
+    def settle(self, rows: Sequence[int], controllers: Mapping[int, Controller]) -> list[int]:
+        """After a segment of training: end the trials that have taken long enough. Return the rows of hosts among `rows`.
 
-    def _end(self, host: int, trials: _Trials) -> list[int]:
-        """Go on with the best row of a host. Return all rows of its trials; the others are free again."""
+        Where another row is the best, the controller of the host goes on from the state of the copy there.
+        """
+        for host in list(self._tried):
+            begun = self._tried[host].epoch
+            if host not in rows or self.fleet.rows[host].lifecycles.epoch - begun >= self._length:
+                best = self._end(host, self._tried.pop(host))
+                if best is not None and (save := getattr(best, "state_dict", None)) is not None:
+                    controllers[host].load_state_dict(save())  # type: ignore[attr-defined]
+        others = {row for trials in self._tried.values() for row in trials.by_row} - self._tried.keys()
+        return [row for row in rows if row not in others and row not in self._free]
+
+    def _end(self, host: int, trials: _Trials) -> Controller | None:
+        """Go on with the best row of a host. Return the controller of that row if it is another."""
         rows, ended = list(trials.by_row), [self._ended(row, trials) for row in trials.by_row]
         chosen = best_of(ended, self.fleet.rows[host].lifecycles.unit)
         best = rows[ended.index(chosen)]
         if best != host:
             self.fleet.copy({host: best})
-            self.controllers[host] = self.controllers[best]
         lifecycles, lost = self.fleet.rows[host].lifecycles, sum(one.gflops for one in ended) - chosen.gflops
         lifecycles.history.flops += round(1e9 * lost)
-        lifecycles.emit(TrialsCompared(epoch=lifecycles.epoch, chosen=chosen.name, trials=ended, gflops_lost=lost, seconds=0.0))
+        compared = TrialsCompared(epoch=lifecycles.epoch, chosen=chosen.name, trials=ended, gflops_lost=lost, seconds=0.0)
+        lifecycles.emit(compared)
+        self.compared.setdefault(host, []).append(compared)
+        controller = self._copies.get(best)
         for row in rows[1:]:
             self.fleet.rows[row].is_given_up = True  # so that it costs nothing until a host is copied into it
+            del self._copies[row]
         self._free += rows[1:]
-        return rows
+        return controller
 
     def _ended(self, row: int, trials: _Trials) -> TrialEnded:
         lifecycles = self.fleet.rows[row].lifecycles
