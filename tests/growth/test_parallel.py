@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from esper.growth import Grower, add_slots
-from esper.growth.lifecycle.stages import Advance, Fossilize, Germinate, Prune
+from esper.growth.lifecycle.stages import Action, Advance, Fossilize, Germinate, Prune, Trial
 from tests.growth.builders import QUICK, QUICK_SHADOW, SLOTS, Data, LifecycleConfig, Script, config, make_data, make_host
 from tests.processes import results_of_ranks
 
@@ -38,6 +38,14 @@ IN_WIDTH = {
     4: [Fossilize(slot="first", reason="test")],
     6: [Germinate(slot="second", reason="test", blueprint="widen_50")],
 }
+WITH_TRIALS = {
+    **LIVES,
+    6: [
+        Trial("again", (Germinate(slot="second", reason="test", blueprint="mlp"),)),
+        Trial("nothing"),
+        Trial("wider", (Germinate(slot="second", reason="test", blueprint="widen_100"),)),
+    ],
+}
 BLUEPRINTS = ("mlp", "low_rank", "widen_50", "widen_100")  # the candidates of the probe, each of which takes as long as some steps
 Lives = dict[int, list[Any]]
 CASES: dict[str, tuple[LifecycleConfig, bool, Lives]] = {
@@ -45,6 +53,7 @@ CASES: dict[str, tuple[LifecycleConfig, bool, Lives]] = {
     "shadow": (QUICK_SHADOW, False, LIVES),
     "joint in width": (QUICK, False, IN_WIDTH),
     "shadow in width": (QUICK_SHADOW, False, IN_WIDTH),
+    "joint with trials": (QUICK, False, WITH_TRIALS),
     "joint with batch norm": (QUICK, True, LIVES),
     "shadow with batch norm": (QUICK_SHADOW, True, LIVES),
 }
@@ -66,7 +75,8 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     slotted = add_slots(model, data[0][0][:2], slots=list(SLOTS))
     settings = config(lifecycle, probe_steps=2, blueprints=BLUEPRINTS)
-    grower = Grower(slotted, optimizer, controller=Script(lives, probes=[0, 5]), config=settings)
+    actions, trials = ({at: [one for one in some if isinstance(one, kind)] for at, some in lives.items()} for kind in (Action, Trial))
+    grower = Grower(slotted, optimizer, controller=Script(actions, probes=[0, 5], trials=trials), config=settings)
     grower.begin()
     batches = validation() if val is None else val
 
@@ -75,10 +85,7 @@ def train(
         with torch.no_grad():
             return [(cross_entropy(slotted(x), y), len(x)) for x, y in batches]
 
-    for epoch in range(EPOCHS):
-        if epoch == poison_at:
-            with torch.no_grad():
-                host.head.weight.fill_(math.nan)
+    def train_epoch() -> None:
         for x, y in data:
             loss = cross_entropy(slotted(x), y)
             loss.backward()
@@ -86,6 +93,15 @@ def train(
             optimizer.zero_grad()
             grower.after_step(loss, closure=lambda x=x, y=y: cross_entropy(slotted(x), y))
         grower.after_epoch(evaluate)
+
+    for epoch in range(EPOCHS):
+        if epoch == poison_at:
+            with torch.no_grad():
+                host.head.weight.fill_(math.nan)
+        if grower.trials:
+            grower.try_out(train_epoch)
+        else:
+            train_epoch()
     return {
         "host": copy.deepcopy(dict(host.state_dict())),
         "seeds": {name: copy.deepcopy(dict(slot.seed.state_dict())) for name, slot in slotted.slots.items() if slot.seed is not None},
@@ -193,7 +209,7 @@ def test_both_ranks_have_the_same_host_seeds_and_ledger_bit_for_bit(name: str, r
     assert one["ledger"] == other["ledger"]
 
 
-@pytest.mark.parametrize("name", ["joint", "shadow", "joint in width", "shadow in width"])
+@pytest.mark.parametrize("name", ["joint", "shadow", "joint in width", "shadow in width", "joint with trials"])
 def test_two_ranks_equal_one_process_with_the_batches_of_both(name: str, results: list[dict[str, Any]]) -> None:
     lifecycle, norm, lives = CASES[name]
     alone = train(make_host(dtype=torch.float64, dropout=0.0, norm=norm), whole_data(), lifecycle, lives)
