@@ -10,14 +10,7 @@ import msgspec
 from esper.config import ConfigError, Count, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Threads
 from esper.growth.config import GrowthConfig, TrainingConfig
 
-CONTROLLERS = (
-    "heuristic",
-    "lookahead",
-    "learned",
-    "random",
-    "schedule",
-    "never",
-)  # names of controllers; all others are paths of controller files
+CONTROLLERS = ("heuristic", "lookahead", "learned", "random", "schedule", "never")  # all others are paths of controller files
 Settings = TypeVar("Settings", bound=TrainingConfig)
 
 
@@ -61,9 +54,7 @@ class GrowTaskConfig(TrainingConfig):
     data: str | None = None  # package.module:make_loaders, which returns loaders: (train, validation) or (train, validation, test)
     loss: str | None = None  # package.module:loss, called as loss(outputs, targets); None: cross entropy
     step_loss: str | None = None  # package.module:step_loss, called as step_loss(model, batch), for batches that are not (inputs, targets)
-    controller: str = (
-        "heuristic"  # decides what grows: heuristic, lookahead, learned, random, schedule, never, or the file of a trained one
-    )
+    controller: str = "heuristic"  # heuristic, lookahead, learned, random, schedule, never, or the file of a trained one
     twin: bool = False  # train a twin that never grows as well, from the same weights on the same batches
     epochs: PositiveInt = 40
     optimizer: Literal["adamw", "sgd"] = "adamw"  # of the host; sgd: with Nesterov momentum 0.9
