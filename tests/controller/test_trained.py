@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import esper
 from esper.config import load_saved
 from esper.controller import trained
-from esper.controller.config import BLUEPRINTS, ControllerConfig, DomainConfig, MoveNetworkConfig
+from esper.controller.config import BLUEPRINTS, DomainConfig, MoveNetworkConfig
 from esper.controller.description import ControllerError, card, read_description
 from esper.controller.layout import LAYOUT_VERSION
 from esper.controller.learned import Learned, load_controller, save_controller
@@ -87,10 +87,9 @@ def test_the_name_learned_is_the_shipped_controller() -> None:
     assert controller.description == read_description(trained.file_of("learned"))
 
 
-def test_without_a_config_a_trained_controller_grows_as_it_was_trained_and_others_by_the_defaults(tmp_path: Path) -> None:
-    for controller in ("learned", load_controller(eager_file(tmp_path))):
-        assert grower(controller).config == ControllerConfig().growth
-    assert ControllerConfig().growth != GrowthConfig() == grower("heuristic").config
+def test_without_a_config_every_controller_grows_by_the_defaults(tmp_path: Path) -> None:
+    for controller in ("learned", load_controller(eager_file(tmp_path)), "heuristic"):
+        assert grower(controller).config == GrowthConfig()
 
 
 def test_a_given_config_holds_as_it_is() -> None:
@@ -111,11 +110,11 @@ def test_a_trained_controller_makes_only_the_moves_that_the_settings_allow(tmp_p
     assert grown["any"] <= set(BLUEPRINTS) - {"norm"}
 
 
-def test_the_settings_of_a_trained_controller_are_saved_with_the_run(tmp_path: Path) -> None:
+def test_a_run_of_a_trained_controller_keeps_the_settings_of_the_user(tmp_path: Path) -> None:
     run = tmp_path / "run"
     esper.grow(make_host(), make_data(), make_data(seed=2), cross_entropy, epochs=1, controller="learned", run=run)
     saved = load_saved(TrainingConfig, run / "config.toml")
-    assert (saved.blueprints, saved.budget) == (BLUEPRINTS, ControllerConfig().growth.budget)
+    assert (saved.blueprints, saved.budget) == (None, BudgetConfig())
     again = esper.grow(make_host(), make_data(), make_data(seed=2), cross_entropy, epochs=2, controller="learned", run=run, resume=True)
     assert len(again.val_losses) == 2
 

@@ -13,9 +13,9 @@ import tyro
 
 from esper.cli import report
 from esper.cli.command import FAILED, USAGE, CommandError, CommandResult, check_run, failures, print_profile, show_plan
-from esper.cli.parse import parse, settings_of, take_option, train_defaults
+from esper.cli.parse import parse, settings_of, train_defaults
 from esper.config import NonNegativeInt, PositiveInt, load_saved
-from esper.experiment.config import GrowSeedsConfig, GrowTaskConfig, as_trained, file_of_controller
+from esper.experiment.config import GrowSeedsConfig, GrowTaskConfig
 from esper.runs.folder import CONFIG, GROW
 from esper.runs.seeds import SEEDS, holds_seeds, seeds_begun
 from esper.runs.signals import StopSignals
@@ -79,10 +79,8 @@ def _saved_config(folder: str | None, path: str | None) -> GrowTaskConfig:
 
 
 def _defaults(argv: list[str]) -> GrowArguments:
-    """Return the values that the options start from. With a trained controller, growth is by default what it was in its training."""
-    found = train_defaults(GrowArguments, GrowTaskConfig, argv, saved=_saved_config)
-    controller = take_option(list(argv), "--controller") or found.controller
-    return found if "--resume" in argv or file_of_controller(controller) is None else as_trained(found)
+    """Return the values that the options start from."""
+    return train_defaults(GrowArguments, GrowTaskConfig, argv, saved=_saved_config)
 
 
 DESCRIPTION = """Trains a model, grows it where that pays, and keeps everything in a run folder with a report.
@@ -94,9 +92,8 @@ DESCRIPTION = """Trains a model, grows it where that pays, and keeps everything 
   esper grow --task digits --seeds 5                                    five runs and their twins, compared over seeds
 
 make_model() gives an nn.Module, loaders() gives (train, validation) or (train, validation, test). The test part is looked at once, when
-everything is over. Values come from the defaults, then from --config FILE.toml, then from the command line. With a trained controller, the
-defaults of --blueprints and --budget are those of its training. The path of an option may be left out where its last name is unique:
---max-seeds for --budget.max-seeds; --raise stands for --lifecycle.raise-mode."""
+everything is over. Values come from the defaults, then from --config FILE.toml, then from the command line. The path of an option may be
+left out where its last name is unique: --max-seeds for --budget.max-seeds; --raise stands for --lifecycle.raise-mode."""
 
 
 def run(argv: list[str], prog: str) -> CommandResult:

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 import esper
-from esper.controller.config import ControllerConfig, MoveNetworkConfig
+from esper.controller.config import MoveNetworkConfig
 from esper.controller.description import HEADER, VERSIONS, WHAT_TO_DO, ControllerDescription, ControllerError, explained, parse_description
 from esper.controller.layout import LAYOUT_VERSION, observe, policy_decision
 from esper.controller.network import MoveEncoder, make_policy
 from esper.controller.value import ValueController, ValueModel
 from esper.files import FileError, read_in_run, write_in_run
-from esper.growth.config import GrowthConfig
 from esper.growth.lifecycle.stages import Decision, GrowthState
 from esper.rl.policy import Policy
 from esper.rng import Streams
@@ -84,7 +83,6 @@ class Learned:
     """Controller that decides by a trained policy or value model. Its state is the memory of the policy and its random streams."""
 
     name = "learned"
-    growth_config: GrowthConfig = ControllerConfig().growth  # as controllers are trained; applies where a user gives no settings of growth
 
     def __init__(self, weights: Mapping[str, Tensor], description: ControllerDescription, *, seed: int | None = None) -> None:
         self.description = description

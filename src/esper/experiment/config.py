@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, TypeVar
 
-import msgspec
-
 from esper.config import ConfigError, Count, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Threads
-from esper.growth.config import GrowthConfig, TrainingConfig
+from esper.growth.config import TrainingConfig
 
 CONTROLLERS = ("heuristic", "lookahead", "learned", "random", "schedule", "never")  # all others are paths of controller files
 Settings = TypeVar("Settings", bound=TrainingConfig)
@@ -28,15 +26,6 @@ def file_of_controller(controller: str) -> Path | None:
     from esper.controller.trained import NAME, file_of
 
     return file_of(controller) if controller == NAME or is_file_name(controller) else None
-
-
-def as_trained(config: Settings) -> Settings:
-    """Return the settings for a trained controller: those of growth that have their default values become those of its training."""
-    from esper.controller.config import ControllerConfig
-
-    defaults, trained = GrowthConfig(), ControllerConfig().growth
-    names = [name for name in GrowthConfig.__struct_fields__ if getattr(config, name) == getattr(defaults, name)]
-    return msgspec.structs.replace(config, **{name: getattr(trained, name) for name in names})
 
 
 class GrowTaskConfig(TrainingConfig):

@@ -47,7 +47,7 @@ from torch.optim import Optimizer
 from esper.display import Card
 from esper.growth.arguments import check_alphas, check_fit_together, check_grown_are_trained, check_keep, check_ranks, players, ranks_of
 from esper.growth.config import GrowthConfig, GrowthError
-from esper.growth.controllers.baselines import with_settings
+from esper.growth.controllers.baselines import as_controller
 from esper.growth.events import BestRestored, EpochEnded, Folded
 from esper.growth.host.averages import growing_averages, load_averages
 from esper.growth.host.isolation import unwrap
@@ -82,8 +82,7 @@ class Grower:
     rest, passes them in a list: a seed follows those that train the parameters next to it, or that it becomes a part of. The first one
     counts the steps. The grower follows the learning rates and keeps the states of all of them in its snapshots; `scheduler` may be any
     object with `state_dict` and `load_state_dict`. The first snapshot is taken here and again in `begin`, so load weights and optimiser
-    states before one of the two. `epochs` is the planned length of the training: a controller that knows it does not grow too late. Without
-    a `config`, a trained controller grows as it was trained (see `grow`).
+    states before one of the two. `epochs` is the planned length of the training: a controller that knows it does not grow too late.
 
     Rents and thresholds are fractions of the loss of a constant predictor. That loss is `config.governor.uninformed_loss` if set, else
     `scale` if given, else the mean training loss of the first epoch.
@@ -125,7 +124,8 @@ class Grower:
         check_keep(keep, best_by)
         own_callbacks, sinks = Callbacks(callbacks), check_sinks(sinks)
         self.slotted, self.scaler, self.epochs = slotted, scaler, epochs
-        self.controller, self.config = with_settings(controller, config)
+        self.config = config or GrowthConfig()
+        self.controller = as_controller(controller, self.config)
         self._keeps_best = keep == "best"
         backends = make_backends(slotted, self.optimizers, self.config.seed_optimizer, seed_optimizer)
         self.lifecycles: Lifecycles[ModuleBackend] = Lifecycles(

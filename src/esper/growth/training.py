@@ -24,7 +24,7 @@ from esper.config import ConfigError
 from esper.growth.arguments import MakeHostOptimizer, MakeScheduler
 from esper.growth.batches import LossFunction, StepLoss, with_article
 from esper.growth.config import GrowthConfig, GrowthError, TrainingConfig
-from esper.growth.controllers.baselines import with_settings
+from esper.growth.controllers.baselines import as_controller
 from esper.growth.host.saving import save_in_run
 from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.governor import Diverged
@@ -96,9 +96,8 @@ def grow(
     training that ends early or by Ctrl-C too. "last" returns the state after the last epoch.
 
     **Growth.** `controller` decides what grows, where and when: a name ("heuristic", "lookahead", "learned", "never", "random", "schedule")
-    or an object with a method `decide(state)`. `config` holds all other settings of growth. Without it, a trained controller ("learned", or
-    one of `esper.controller.load_controller`) grows with the blueprints and the budget that it was trained with, and all others by
-    `GrowthConfig()`. With it, a trained controller makes only the moves that these settings allow.
+    or an object with a method `decide(state)`. `config` holds all other settings of growth, with every controller: a trained one makes only
+    the moves that they allow.
 
     **Precision.** `precision` is the autocast precision of all forward passes; "float16" adds a GradScaler. The weights stay float32.
 
@@ -129,7 +128,8 @@ def grow(
         raise GrowthError("resume needs the folder of the run: run=...")
     check_installed(tensorboard=tensorboard, wandb=wandb)
     own_callbacks, own_sinks = Callbacks(callbacks), check_sinks(sinks)
-    controller, config = with_settings(controller, config)
+    config = config or GrowthConfig()
+    controller = as_controller(controller, config)
     training = Training(
         copy.deepcopy(model),
         train_loader,

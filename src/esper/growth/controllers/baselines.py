@@ -187,15 +187,6 @@ FROM_OTHER_PACKAGES = {"learned": ("esper.controller.trained", "load_learned")}
 NAMES = (*CONTROLLERS, *FROM_OTHER_PACKAGES)
 
 
-def with_settings(controller: Controller | str, config: GrowthConfig | None) -> tuple[CompleteController, GrowthConfig]:
-    """Return a complete controller and the settings of growth.
-
-    Without `config`, they are those that a trained controller was trained with (its attribute `growth_config`), or else the defaults.
-    """
-    complete = as_controller(controller, config or GrowthConfig())
-    return complete, config or getattr(complete, "growth_config", None) or GrowthConfig()
-
-
 def as_controller(controller: Controller | str, config: GrowthConfig) -> CompleteController:
     """Return a complete controller for a name, or for an object that has at least `decide`."""
     if isinstance(controller, str):
