@@ -483,19 +483,16 @@ def settings_of_plan(capsys: pytest.CaptureFixture[str], *options: str) -> dict[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("controller", ["learned", "mine/controller.safetensors"])
-def test_settings_of_growth_that_are_not_given_are_those_of_the_training_of_a_controller(
+def test_settings_of_growth_are_those_of_the_user_with_a_trained_controller_too(
     controller: str, eager: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trained, usual = ControllerConfig().growth, GrowthConfig()
-    found = settings_of_plan(capsys, "--controller", controller)
-    assert found["blueprints"] == list(trained.blueprints or ())
-    assert (found["budget.max_parameters"], found["budget.max_seeds_per_place"]) == (64.0, 2)
-    found = settings_of_plan(capsys, f"--controller={controller}", "--max-parameters", str(usual.budget.max_parameters), "--seed", "3")
-    assert (found["budget.max_parameters"], found["budget.max_flops"], found["seed"]) == (usual.budget.max_parameters, 64.0, 3)
+    usual = settings_of_plan(capsys)
+    assert settings_of_plan(capsys, "--controller", controller) == {**usual, "controller": controller}
+    found = settings_of_plan(capsys, f"--controller={controller}", "--max-parameters", "7", "--seed", "3")
+    assert (found["budget.max_parameters"], found["seed"]) == (7.0, 3)
     (tmp_path / "mine.toml").write_text(f'controller = "{controller}"\nblueprints = ["norm"]\n')
     found = settings_of_plan(capsys, "--config", "mine.toml")
-    assert (found["blueprints"], found["budget.max_parameters"]) == (["norm"], 64.0)
-    assert settings_of_plan(capsys)["budget.max_parameters"] == usual.budget.max_parameters
+    assert (found["blueprints"], found["budget.max_parameters"]) == (["norm"], usual["budget.max_parameters"])
 
 
 @pytest.mark.slow
@@ -513,7 +510,7 @@ def test_a_run_with_the_shipped_controller_goes_on_with_it_after_another_one_is_
     save_controller(tmp_path / "newer/learned.safetensors", ValueModel(width=16, members=3))
     monkeypatch.setattr("esper.controller.trained.files", lambda package: tmp_path / "newer")
     assert main(["grow", "--resume", "--run", "run", "--epochs", "3"]) == 0
-    assert load(GrowTaskConfig, tmp_path / "run/grow.toml").budget == ControllerConfig().growth.budget
+    assert load(GrowTaskConfig, tmp_path / "run/grow.toml").budget == GrowthConfig().budget
     assert len(read_story(tmp_path / "run").epochs) == 3
 
 
@@ -554,7 +551,7 @@ def test_a_file_without_a_card_is_explained(
 
 def test_a_folder_is_not_taken_for_a_controller_file(eager: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert_explains(["controller", "card", "mine"], "mine is a folder and no file; give the file RUN/controller.safetensors", capsys)
-    assert_explains(["grow", "--task", "digits", "--controller", "lerned"], "expected one of heuristic, learned, random", capsys)
+    assert_explains(["grow", "--task", "digits", "--controller", "lerned"], "expected one of heuristic, lookahead, learned, random", capsys)
 
 
 @pytest.mark.slow

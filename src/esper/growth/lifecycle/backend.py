@@ -48,7 +48,7 @@ def on_curve(curve: Curve, part: float) -> float:
     """Return how much of a movement along a curve is done after a part of the time; all curves are symmetric about (½, ½).
 
     >>> [round(on_curve(curve, 0.25), 3) for curve in ("linear", "cosine", "sigmoid_6", "sigmoid_12", "sigmoid_24")]
-    [0.25, 0.146, 0.147, 0.045, 0.002]
+    [0.25, 0.146, 0.149, 0.045, 0.002]
     """
     if curve == "linear":
         return part
