@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from torch import nn
 
@@ -31,6 +31,7 @@ from esper.growth.lifecycle.ledger import LEDGER_HEADING, Ledger, ledger_rows
 from esper.growth.lifecycle.stages import Cost
 from esper.growth.report.story import metric_in_words
 from esper.growth.report.summary import result_in_words
+from esper.growth.trials import Stateful
 from esper.profiling import TRACE
 from esper.rng import global_state, set_global_state
 from esper.runs import SINK_FOLDERS, Checkpoint, CheckpointRefused, CheckpointStore, Event, EventLog, Sink
@@ -292,12 +293,3 @@ def _check_same(saved: GrowthConfig, wanted: GrowthConfig, folder: Path) -> None
             f"the run in {folder} was started with {name} = {getattr(saved, name)!r} and cannot go on with {getattr(wanted, name)!r}; "
             "resume it with the same settings, or start a new run"
         )
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """A loader that can save its position within an epoch, and continue from it."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...

@@ -58,8 +58,9 @@ from esper.growth.lifecycle.stages import Controller, counted
 from esper.growth.measure.contribution import REMEDY, Evaluate, Losses, losses_of
 from esper.growth.measure.readout import ReadoutSamples
 from esper.growth.metrics import Metric, MetricSums, check_functions
-from esper.growth.run import Grown, GrowthRun, Stateful, Status, finished
+from esper.growth.run import Grown, GrowthRun, Status, finished
 from esper.growth.telemetry import GrowthTelemetry
+from esper.growth.trials import Stateful
 from esper.profiling import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER, TELEMETRY, Part, Profiler
 from esper.runs import Event
 from esper.text_table import did_you_mean

@@ -19,7 +19,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from esper.growth.config import GrowthError
 from esper.growth.events import TrialEnded, TrialsCompared
@@ -37,8 +37,9 @@ class TrialFailed(Exception):
     """A trial has come to a disaster. It is lost; nothing is rolled back."""
 
 
+@runtime_checkable
 class Stateful(Protocol):
-    """A part of the training that a copy holds too, such as a loader with a position in its data."""
+    """A part of a training that can save its state and go on from it, such as a loader with a position within an epoch."""
 
     def state_dict(self) -> Any: ...
 
@@ -89,7 +90,8 @@ def run_trials(
             taken = _taken_events(lifecycles)
             ended.append(found)
             if best_of(ended, lifecycles.unit) is found:
-                best, events = _copied(parts), taken
+                # The last one need not be copied, because it is the live state.
+                best, events = _copied(parts) if number + 1 < len(trials) else best, taken
         chosen = best_of(ended, lifecycles.unit)
         if chosen is not ended[-1]:
             _restore(parts, best)

@@ -286,8 +286,8 @@ class ModuleBackend(SlotBackend):
         if state["seed"] is None:
             self.uproot()
             return
-        # Build a new seed unless the slot still holds the same one. The weights are loaded below. Where several trainings go on from one
-        # state, a number may stand for another seed in each.
+        # Build a new seed unless the slot still holds the same one; the weights are loaded below. The number alone does not tell: copies of
+        # a training that go on from one state give the same number to different seeds.
         held, saved = self.slot.seed, SeedSpec.from_tensor(state["seed"][SPEC_KEY])
         if self.record.number != record.number or held is None or not saved.builds_same(held.spec):
             seed = self._slotted.rebuilt_seed(self.place.name, state["seed"])

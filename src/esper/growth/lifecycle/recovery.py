@@ -73,8 +73,10 @@ class Recovery:
         self.hold_moving()
         if not self.has_finite_weights():
             return
-        self._snapshots.take({"now": self.changing(), "governor": self.lifecycles.governor.loss_state()}, epoch=self.lifecycles.epoch)
-        self._held = {id(parameter) for parameter in self._changing_parameters().values()}
+        changing = self._changing_parameters()
+        state = {**self._state(changing), "slots": self.lifecycles.slots_state()}
+        self._snapshots.take({"now": state, "governor": self.lifecycles.governor.loss_state()}, epoch=self.lifecycles.epoch)
+        self._held = {id(parameter) for parameter in changing.values()}
 
     def note_best(self, val_loss: float, metrics: dict[str, float]) -> None:
         """Hold the present state if it may turn out to be the best one and its weights are finite.
@@ -170,10 +172,6 @@ class Recovery:
     def now(self) -> State:
         """Return the whole present state. Its tensors are the live ones, not copies."""
         return {**self._state(dict(self.host.named_parameters(remove_duplicate=False))), "slots": self.lifecycles.slots_state()}
-
-    def changing(self) -> State:
-        """Return all of the present state that a training changes. Its tensors are the live ones, not copies."""
-        return {**self._state(self._changing_parameters()), "slots": self.lifecycles.slots_state()}
 
     def _state(self, parameters: dict[str, nn.Parameter]) -> State:
         """Return the present state without the seeds, with these parameters of the host."""
