@@ -31,6 +31,7 @@ from typing import Any
 import msgspec
 import torch
 
+from esper.controller import load_controller
 from esper.controller.cells import draw_cell
 from esper.controller.config import DomainConfig
 from esper.controller.evaluation import EvalCase, EvalSetting, run_cases
@@ -72,14 +73,21 @@ class FirstMove:
 
 
 def controller(arm: str, growth: GrowthConfig) -> Controller:
+    if arm.endswith(".safetensors"):
+        return load_controller(arm, config=growth)
     return FirstMove(growth, arm.removeprefix(FIRST)) if arm.startswith(FIRST) else make_controller(arm, growth)
 
 
-def run_cell(number: int, draw: int, arms: Sequence[str], hosts: int, rent: float, rules: Sequence[str], device: str) -> list[Record]:
-    """Train these arms in a cell in one fleet, by these rules. Hosts of one seed are one row as long as their arms decide the same."""
+def run_cell(
+    number: int, draw: int, arms: Sequence[str], hosts: int, rents: Sequence[float], rules: Sequence[str], device: str
+) -> list[Record]:
+    """Train these arms in a cell in one fleet, by these rules, `hosts` at each rent.
+
+    Hosts of one seed are one row as long as their arms decide the same.
+    """
     began, cell = time.perf_counter(), draw_cell(DomainConfig(), number=number, seed=draw)
-    task, price = cell.task(load_task), RentConfig(parameters=rent, flops=rent)
-    growth = GrowthConfig(rent=price, lifecycle=msgspec.convert(dict(rule.split("=") for rule in rules), LifecycleConfig, strict=False))
+    task, prices = cell.task(load_task), [RentConfig(parameters=rent, flops=rent) for rent in rents for _ in range(hosts)]
+    growth = GrowthConfig(lifecycle=msgspec.convert(dict(rule.split("=") for rule in rules), LifecycleConfig, strict=False))
     place = torch.device(device)
     setting = EvalSetting(
         task,
@@ -90,17 +98,17 @@ def run_cell(number: int, draw: int, arms: Sequence[str], hosts: int, rent: floa
         place,
         rows=MOST_ROWS,
     )
-    wanted = [(arm, seed) for seed in range(hosts) for arm in arms]
-    settings = [cell.host_config(seed, len(task.train), rent=price, growth_seed=seed) for _, seed in wanted]
+    wanted = [(arm, seed) for seed in range(len(prices)) for arm in arms]
+    settings = [cell.host_config(seed, len(task.train), rent=prices[seed], growth_seed=seed) for _, seed in wanted]
     runs = run_cases(setting, [EvalCase(arm, one, controller(arm, growth)) for (arm, _), one in zip(wanted, settings, strict=True)])
     seconds = (time.perf_counter() - began) / len(wanted)
     return [
         {
-            **{"draw": draw, "number": number, "arm": named(arm, rules), "seed": seed, "rent": rent},
+            **{"draw": draw, "number": number, "arm": named(arm, rules), "seed": seed, "rent": prices[seed].parameters},
             **{"source": cell.source, "host": cell.host, "samples": cell.samples, "noise": cell.label_noise},
             **{"optimizer": cell.optimizer, "learning_rate": cell.learning_rate, "horizon": cell.horizon},
             "test_loss": run.test_loss / run.unit,
-            "rent_paid": rent_of(Cost(run.added_parameters, run.added_flops), Cost(run.parameters, run.flops_per_sample), price),
+            "rent_paid": rent_of(Cost(run.added_parameters, run.added_flops), Cost(run.parameters, run.flops_per_sample), prices[seed]),
             "parameters": run.parameters + run.added_parameters,
             "gflops": run.total_flops / 1e9,
             "seeds": run.trace,
@@ -175,11 +183,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draw", type=int, default=1, help="seed of the cells; the rules were chosen on 0")
     parser.add_argument("--cells", type=int, default=40)
-    parser.add_argument("--hosts", type=int, default=2, help="per cell and arm")
+    parser.add_argument("--hosts", type=int, default=2, help="per cell, arm and rent")
     parser.add_argument("--arms", nargs="+", default=list(ARMS))
     parser.add_argument("--lifecycle", nargs="*", default=[], metavar="NAME=VALUE", help="rules of growth, such as raise_mode=shadow")
     parser.add_argument("--against", help="arm to compare all others with, such as 'heuristic raise_mode=shadow'")
-    parser.add_argument("--rent", type=float, default=RentConfig().parameters, help="price of parameters and of FLOPs")
+    parser.add_argument("--rents", type=float, nargs="+", default=[RentConfig().parameters], help="prices of parameters and of FLOPs")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=2, help="worker processes, of one thread each")
     parser.add_argument("--summary", action="store_true", help="compare what the file holds, and train nothing")
@@ -188,20 +196,24 @@ def main(arguments: list[str] | None = None) -> None:
     output = Output(options.out, resume=True)
     runs = [run for run in output.earlier if "arm" in run and "number" in run]
     if not options.summary:
-        have = {(run["number"], run["arm"]) for run in runs if run["draw"] == options.draw and run["rent"] == options.rent}
+        have = {(run["number"], run["arm"], run["rent"]) for run in runs if run["draw"] == options.draw}
         jobs = []
         for number in range(options.cells):
-            if arms := [arm for arm in options.arms if (number, named(arm, options.lifecycle)) not in have]:
-                about = (options.draw, arms, options.hosts, options.rent, options.lifecycle, options.device)
+            wanted = {arm: [(number, named(arm, options.lifecycle), rent) for rent in options.rents] for arm in options.arms}
+            if arms := [arm for arm, some in wanted.items() if not have.issuperset(some)]:
+                about = (options.draw, arms, options.hosts, options.rents, options.lifecycle, options.device)
                 jobs.append(partial(run_cell, number, *about))
         runs += run_all(jobs, processes=options.jobs, output=output)
-    found = [run for run in runs if run["draw"] == options.draw and run["rent"] == options.rent]
-    present = {run["arm"] for run in found}
-    pairs = [(arm, options.against or base_of(arm)) for arm in sorted(present) if arm != "never"]
-    records = [compared(found, arm, other) for arm, other in pairs if other in present and arm != other]
-    for record in records:
-        output.append({**record, "draw": options.draw, "rent": options.rent})
-    show(records, found)
+    for rent in options.rents:
+        found = [run for run in runs if run["draw"] == options.draw and run["rent"] == rent]
+        present = {run["arm"] for run in found}
+        pairs = [(arm, options.against or base_of(arm)) for arm in sorted(present) if arm != "never"]
+        records = [compared(found, arm, other) for arm, other in pairs if other in present and arm != other]
+        for record in records:
+            output.append({**record, "draw": options.draw, "rent": rent})
+        if len(options.rents) > 1:
+            print(f"rent {rent:g}")
+        show(records, found)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from esper.controller.events import RoundEnded
 from esper.controller.layout import LAYOUT_VERSION
 from esper.controller.learned import Learned, load_controller, save_controller
 from esper.controller.network import MoveActor, make_policy
+from esper.controller.tokens import VERSION
 from esper.controller.trained import file_of, text_of_learned
 from esper.controller.value import ValueModel
 from esper.experiment import grow_task
@@ -518,10 +519,10 @@ def test_the_card_of_the_shipped_controller_has_its_figures_and_its_text(capsys:
     assert main(["controller", "card", "--json"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith('controller "learned", which comes with esper\n\nwhat ')
-    assert LAYOUT_VERSION in shown
+    assert VERSION in shown
     assert text_of_learned().strip() in shown
     result = last_line(shown)
-    assert result["layout"] == LAYOUT_VERSION
+    assert result["layout"] == VERSION
     assert result["bytes"] == Path(result["file"]).stat().st_size
     assert result["info"] == load_controller(file_of("learned")).description.info
 

@@ -11,9 +11,10 @@ import torch
 
 from esper.controller.features import HOST, MOVE
 from esper.controller.layout import LAYOUT_VERSION, MOVE_NAMES, decision, observe, options, size_of, spec
-from esper.controller.plans import NOTHING, move_named
+from esper.controller.plans import move_named
 from esper.controller.table import Scale
 from esper.growth.config import RentConfig
+from esper.growth.controllers.moves import NOTHING
 from esper.growth.lifecycle.governor import LossRange
 from esper.growth.lifecycle.stages import Candidate, Contribution, Cost, Fossilize, Germinate, GrowthState
 from esper.statistics import Interval

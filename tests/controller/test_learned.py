@@ -18,6 +18,7 @@ from esper.controller.config import BLUEPRINTS, MoveNetworkConfig
 from esper.controller.features import HOST
 from esper.controller.layout import MOVE_NAMES, observe, options
 from esper.controller.learned import ControllerError, load_controller, save_controller
+from esper.controller.tokens import VERSION
 from esper.controller.value import ValueController, ValueModel
 from esper.fleet.config import FleetConfig, HostConfig
 from esper.growth import grow
@@ -269,7 +270,9 @@ def rewrite(path: Path, **changes: object) -> None:
 
 def test_a_file_of_another_layout_is_refused_with_both_versions(path: Path) -> None:
     rewrite(path, layout="0-old", esper="0.0.1")
-    with pytest.raises(ControllerError, match=rf"layout 0-old of .* has layout {layout.LAYOUT_VERSION}; use it with esper 0.0.1, or train"):
+    with pytest.raises(
+        ControllerError, match=rf"layout 0-old of .* has layout {layout.LAYOUT_VERSION} and {VERSION}; use it with esper 0.0.1, or train"
+    ):
         load_controller(path)
 
 

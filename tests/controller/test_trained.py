@@ -19,6 +19,7 @@ from esper.controller.config import BLUEPRINTS, DomainConfig, MoveNetworkConfig
 from esper.controller.description import ControllerError, card, read_description
 from esper.controller.layout import LAYOUT_VERSION
 from esper.controller.learned import Learned, load_controller, save_controller
+from esper.controller.tokens import VERSION
 from esper.controller.value import ValueModel
 from esper.growth.config import BudgetConfig, GrowthConfig, LifecycleConfig, TrainingConfig
 from esper.growth.events import EpochEnded
@@ -55,14 +56,14 @@ def test_the_shipped_controller_is_a_resource_of_the_package_and_small() -> None
 
 def test_the_shipped_controller_has_the_layout_of_this_version() -> None:
     """After a change of the observations or moves, a new one has to be trained and shipped."""
-    assert read_description(trained.file_of("learned")).layout == LAYOUT_VERSION
-    assert all(weight.isfinite().all() for weight in trained.load_learned().trained.state_dict().values())
+    assert read_description(trained.file_of("learned")).layout == VERSION
+    assert all(weight.isfinite().all() for weight in trained.load_learned(GrowthConfig()).trained.state_dict().values())
 
 
 def test_a_replaced_file_is_the_shipped_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_controller(tmp_path / "learned.safetensors", trained_policy(), {"cells": 3})
     monkeypatch.setattr(trained, "files", lambda package: tmp_path)
-    assert trained.load_learned().description.info == {"cells": 3}
+    assert trained.load_learned(GrowthConfig()).description.info == {"cells": 3}
 
 
 def test_a_path_is_not_taken_for_the_shipped_controller() -> None:

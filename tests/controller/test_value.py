@@ -15,12 +15,13 @@ from esper.controller.config import BLUEPRINTS, rent_at
 from esper.controller.evaluation import EvalCase, EvalRun, EvalSetting, run_cases
 from esper.controller.features import HOST, MOVE
 from esper.controller.layout import size_of, sizes_after
-from esper.controller.plans import CONSTANT_PLANS, NOTHING, ConstantPlan, Move, RandomPlan, move_named, moves
+from esper.controller.plans import CONSTANT_PLANS, ConstantPlan, RandomPlan, move_named, moves
 from esper.controller.value import Fit, Recorder, Records, ValueController, ValueModel, describe, fit
 from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.data import TaskTensors
 from esper.growth.config import BudgetConfig, GrowthConfig, LifecycleConfig, RentConfig
 from esper.growth.controllers.baselines import Never
+from esper.growth.controllers.moves import NOTHING, Move
 from esper.growth.lifecycle.stages import Candidate, Controller, Cost, Decision, Germinate, GrowthState
 from esper.tasks import load_task
 from tests.controller.hosts import SMALL, slot, state

@@ -42,7 +42,7 @@ from esper.controller.config import BRANCHES, HELD_OUT_SEEDS, MOVES, CompareConf
 from esper.controller.evaluation import EvalCase, EvalRun, EvalSetting, run_cases
 from esper.controller.layout import FEATURES, size_of
 from esper.controller.learned import Learned, load_controller
-from esper.controller.plans import CONSTANT_PLANS, NOTHING, ConstantPlan, RandomMoves, looks, make_move, move_named
+from esper.controller.plans import CONSTANT_PLANS, ConstantPlan, RandomMoves, looks, make_move, move_named
 from esper.controller.trained import file_of
 from esper.controller.value import Recorder, describe
 from esper.devices import find_device, threads
@@ -50,6 +50,7 @@ from esper.fleet.data import TaskTensors
 from esper.growth.config import GrowthConfig
 from esper.growth.controllers.baselines import Never, Planned
 from esper.growth.controllers.heuristic import Heuristic
+from esper.growth.controllers.moves import NOTHING
 from esper.growth.host.discover import discover
 from esper.growth.lifecycle.stages import Controller, Cost, Decision, GrowthState
 from esper.rng import Streams

@@ -118,6 +118,15 @@ class MoveNetworkConfig(Config):
     temperature: PositiveFloat = 0.02  # a move that is worth this much more, in units, is e times as likely at the start
 
 
+class GainsConfig(Config):
+    """What improves on the heuristic: an ensemble that predicts what another step would change, see `esper.controller.branches`."""
+
+    members: PositiveInt = 16  # of the ensemble
+    width: Width = 32  # of its layers
+    caution: NonNegativeFloat = 0.5  # standard deviations of the members by which another step must be better
+    most: PositiveInt = 1  # other steps in a turn
+
+
 class ControllerConfig(ShownConfig):
     """Training of a controller."""
 

@@ -10,13 +10,13 @@ there under a title, and every other entry by its name.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from esper.controller.config import DomainConfig, MoveNetworkConfig
+from esper.controller.config import DomainConfig, GainsConfig, MoveNetworkConfig
 from esper.files import MAX_FILE_BYTES, FileError, check_safetensors, parse_json, printable, read_file, reason_of
 from esper.rl.config import NetworkConfig
 from esper.runs.folder import kind_of, name_of
@@ -38,8 +38,9 @@ class ControllerDescription(msgspec.Struct, frozen=True, kw_only=True):
     version: int  # of the description
     layout: str  # of observations and actions
     esper: str  # version that wrote the file
-    network: MoveNetworkConfig
-    memory: NetworkConfig | None  # of the recurrent core of a policy; None: the file holds a value model
+    network: MoveNetworkConfig | None  # of a value model or a policy
+    memory: NetworkConfig | None  # of the recurrent core of a policy; None: the file holds no policy
+    gains: GainsConfig | None = None  # of an ensemble that improves on the heuristic
     sha256: str  # of the weights
     info: dict[str, Any]  # run, domain and results of its training, or anything else
 
@@ -71,8 +72,8 @@ def _why_no_controller(folder: Path) -> str:
     return f"{what}; give the file RUN/controller.safetensors of a controller run"
 
 
-def parse_description(path: Path, metadata: Mapping[str, str], *, layout: str | None = None) -> ControllerDescription:
-    """Return the description in the metadata of a file. With `layout`, check that it is the layout of the file."""
+def parse_description(path: Path, metadata: Mapping[str, str], *, layouts: Collection[str] = ()) -> ControllerDescription:
+    """Return the description in the metadata of a file. With `layouts`, check that one of them is that of the file."""
     import esper
 
     header = metadata.get(HEADER)
@@ -82,14 +83,17 @@ def parse_description(path: Path, metadata: Mapping[str, str], *, layout: str | 
         raw = parse_json(header)
         raw = VERSIONS.migrated(raw, raw["version"], writer=str(raw["esper"]))
         found, writer = raw["layout"], raw["esper"]
-        if layout in (None, found):
-            return msgspec.convert({**raw, "version": VERSIONS.present}, ControllerDescription)
+        if not layouts or found in layouts:
+            description = msgspec.convert({**raw, "version": VERSIONS.present}, ControllerDescription)
+            if (description.network is None) == (description.gains is None):
+                raise ValueError("it must have either a network or gains")
+            return description
     except VersionError as error:
         raise ControllerError(f"{path} {error}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ControllerError(f"{path} is damaged: its description cannot be understood; {WHAT_TO_DO} ({error})") from error
     raise ControllerError(
-        f"{path} has layout {found} of observations and actions, but this esper {esper.__version__} has layout {layout}; "
+        f"{path} has layout {found} of observations and actions, but this esper {esper.__version__} has layout {' and '.join(layouts)}; "
         f"use it with esper {writer}, or train a new controller"
     )
 
@@ -122,7 +126,11 @@ def card(path: Path | str, description: ControllerDescription, *, title: str = "
 
 def _what(description: ControllerDescription) -> str:
     """Describe what decides: a value model, or a policy that was trained from one."""
-    network, memory = description.network, description.memory
+    network, memory, gains = description.network, description.memory, description.gains
+    if gains is not None:
+        certain = f" by {gains.caution:g} standard deviations" if gains.caution else ""
+        return f"the heuristic, or another step where {gains.members} networks of width {gains.width} are sure of it{certain}"
+    assert network is not None
     if memory is None:
         cautious = f"; a move must be ahead by {network.caution:g} standard errors" if network.caution else ""
         return f"value model, {network.members} members of width {network.width}{cautious}"
@@ -134,6 +142,7 @@ TITLES = {  # entries of the info that the training of controllers writes -> the
     "run": "run",
     "cells": "cells",
     "moves": "moves",
+    "branches": "branches",
     "seed": "seed",
     "r2_in_unseen_cells": "R² in unseen cells",
     "calibration": "calibration",

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from esper.controller.config import MOVES, rent_at
 from esper.controller.features import HOST, MOVE, ObservedMove
-from esper.controller.plans import NOTHING, looks, make_move, move_named, moves
-from esper.growth.controllers.moves import Move
+from esper.controller.plans import looks, make_move, move_named, moves
+from esper.growth.controllers.moves import NOTHING, Move
 from esper.growth.lifecycle.stages import Cost, Decision, GrowthState
 from esper.growth.measure.contribution import rent_of, total
 from esper.vecenv import ActionSpec, Discrete, Masks, Obs, ObservationSpec, TensorSpec

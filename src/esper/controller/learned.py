@@ -1,8 +1,8 @@
 """Trained controllers: their file, and the controller for growth that decides by it.
 
-A file holds a value model, or a policy that was trained from one (see `esper.controller.network`). It is in the safetensors format: the
-weights, and in the header a JSON description (see `esper.controller.description`) and a sha256 of everything. Loading a file executes
-nothing from it.
+A file holds an ensemble that improves on the heuristic (see `esper.controller.branches`), a value model, or a policy that was trained from
+one (see `esper.controller.network`). It is in the safetensors format: the weights, and in the header a JSON description (see
+`esper.controller.description`) and a sha256 of everything. Loading a file executes nothing from it.
 """
 
 from __future__ import annotations
@@ -18,30 +18,41 @@ import torch
 from torch import Tensor
 
 import esper
-from esper.controller.config import MoveNetworkConfig
+from esper.controller.branches import Gains, Improved
+from esper.controller.config import GainsConfig, MoveNetworkConfig
 from esper.controller.description import HEADER, VERSIONS, WHAT_TO_DO, ControllerDescription, ControllerError, explained, parse_description
 from esper.controller.layout import LAYOUT_VERSION, observe, policy_decision
 from esper.controller.network import MoveEncoder, make_policy
+from esper.controller.tokens import VERSION
 from esper.controller.value import ValueController, ValueModel
 from esper.files import FileError, read_in_run, write_in_run
+from esper.growth.config import GrowthConfig
 from esper.growth.lifecycle.stages import Decision, GrowthState
 from esper.rl.policy import Policy
 from esper.rng import Streams
 from esper.runs import load_module, plain_names, read_tensors
 from esper.runs.tensors import encode_tensors
 
+Trained = Policy | ValueModel | Gains
 _SMALL = 1024  # sizes up to this are not checked, since they may belong to optional parts without weights
 
 
 def save_controller(
-    path: Path | str, trained: Policy | ValueModel, info: Mapping[str, Any] | None = None, *, network: MoveNetworkConfig | None = None
+    path: Path | str,
+    trained: Trained,
+    info: Mapping[str, Any] | None = None,
+    *,
+    network: MoveNetworkConfig | None = None,
+    gains: GainsConfig | None = None,
 ) -> None:
     """Write a controller to a file. An existing file is replaced atomically, unless its content is the same.
 
-    `network` gives the caution of a value model; a policy has its own.
+    `network` gives the caution of a value model, and `gains` that of an ensemble; a policy has its own.
     """
     memory = None
-    if isinstance(trained, ValueModel):
+    if isinstance(trained, Gains):
+        gains = msgspec.structs.replace(gains or GainsConfig(), members=trained.members, width=trained.width)
+    elif isinstance(trained, ValueModel):
         network = msgspec.structs.replace(network or MoveNetworkConfig(), members=trained.members, width=trained.width)
     elif isinstance(trained.encoder, MoveEncoder):
         network, memory = trained.encoder.config, trained.network
@@ -52,10 +63,11 @@ def save_controller(
     weights = {name: weight.detach().cpu().contiguous() for name, weight in plain_names(trained.state_dict()).items()}
     description = ControllerDescription(
         version=VERSIONS.present,
-        layout=LAYOUT_VERSION,
+        layout=LAYOUT_VERSION if gains is None else VERSION,
         esper=esper.__version__,
         network=network,
         memory=memory,
+        gains=gains,
         sha256=_digest(weights),
         info=dict(info or {}),
     )
@@ -69,52 +81,82 @@ def save_controller(
         write_in_run(target, *parts)
 
 
-def load_controller(path: Path | str, *, seed: int | None = None) -> Learned:
-    """Return the controller of a file. With a `seed` a policy samples its moves; otherwise it makes the most likely ones."""
+def load_controller(path: Path | str, *, seed: int | None = None, config: GrowthConfig | None = None) -> Learned:
+    """Return the controller of a file. With a `seed` a policy samples its moves; otherwise it makes the most likely ones.
+
+    `config` has the rules of the heuristic, for a controller that improves on it; None: the usual ones.
+    """
     weights, description = _read(Path(path))
     _check_sizes(Path(path), description, weights)
     try:
-        return Learned(weights, description, seed=seed)
+        return Learned(weights, description, seed=seed, config=config)
     except ValueError as error:
         raise ControllerError(f"the weights in {path} do not fit their own description; {WHAT_TO_DO} ({error})") from error
 
 
 class Learned:
-    """Controller that decides by a trained policy or value model. Its state is the memory of the policy and its random streams."""
+    """Controller that decides by a trained ensemble, policy or value model. Its state is their memory and random streams.
+
+    An ensemble improves on the heuristic with the rules of `config`; None: the usual ones.
+    """
 
     name = "learned"
 
-    def __init__(self, weights: Mapping[str, Tensor], description: ControllerDescription, *, seed: int | None = None) -> None:
-        self.description = description
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        description: ControllerDescription,
+        *,
+        seed: int | None = None,
+        config: GrowthConfig | None = None,
+    ) -> None:
+        self.description, self._config = description, config or GrowthConfig()
         self._weights = dict(weights)
         self._streams = None if seed is None else Streams(seed)
         self._memory: Tensor | None = None  # [1, size of the recurrent state]
         self.trained = self._build()
+        self._improved = None if description.gains is None else self._improve(description.gains)
 
     def new_copy(self) -> Learned:
         """Return a new controller with the same weights and an empty memory."""
-        return Learned(self._weights, self.description, seed=None if self._streams is None else self._streams.seed)
+        seed = None if self._streams is None else self._streams.seed
+        return Learned(self._weights, self.description, seed=seed, config=self._config)
 
-    def _build(self) -> Policy | ValueModel:
-        network, memory = self.description.network, self.description.memory
+    def _build(self) -> Trained:
+        network, memory, gains = self.description.network, self.description.memory, self.description.gains
         generator = torch.Generator().manual_seed(0)  # initial weights are overwritten below
+        if gains is not None:
+            model: Trained = Gains(width=gains.width, members=gains.members, generator=generator)
+            load_module(model, self._weights)
+            return model.eval()
+        assert network is not None
         if memory is None:
-            model: Policy | ValueModel = ValueModel(width=network.width, members=network.members, generator=generator)
+            model = ValueModel(width=network.width, members=network.members, generator=generator)
         else:
             model = make_policy(network, memory, generator=generator)
         load_module(model, self._weights)
         return model.eval()
 
+    def _improve(self, gains: GainsConfig) -> Improved:
+        assert isinstance(self.trained, Gains)
+        return Improved(self.trained, self._config, caution=gains.caution, most=gains.most)
+
     @property
     def value(self) -> ValueModel:
-        """The value model, or the one that is a part of the policy."""
+        """The value model, or the one that is a part of the policy. Raise ControllerError if there is none."""
         if isinstance(self.trained, ValueModel):
             return self.trained
+        if isinstance(self.trained, Gains):
+            raise ControllerError("this controller improves on the heuristic and has no value model; start from another file, or from none")
         assert isinstance(self.trained.encoder, MoveEncoder)
         return self.trained.encoder.value
 
     def decide(self, state: GrowthState) -> Decision:
-        """Choose a move, or to grow nothing."""
+        """Decide what grows, or to grow nothing."""
+        if self._improved is not None:
+            return self._improved.decide(state)
+        assert not isinstance(self.trained, Gains)
+        assert self.description.network is not None
         if isinstance(self.trained, ValueModel):
             return ValueController(self.trained, caution=self.description.network.caution).decide(state)
         obs, masks = observe([state])
@@ -127,6 +169,7 @@ class Learned:
             "sha256": self.description.sha256,
             "memory": None if self._memory is None else self._memory.clone(),
             "streams": None if self._streams is None else self._streams.state_dict(),
+            "improved": None if self._improved is None else self._improved.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -142,6 +185,8 @@ class Learned:
             raise ControllerError(f"this controller {now}, but the saved one {then}; load it in the same way, with or without a seed")
         if self._streams is not None:
             self._streams.load_state_dict(streams)
+        if self._improved is not None:
+            self._improved.load_state_dict(state["improved"])
         self._memory = memory
 
 
@@ -149,7 +194,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], ControllerDescription]:
     """Read weights and description of a controller file, or raise ControllerError."""
     with explained(path):
         weights, metadata = read_tensors(path)
-    description = parse_description(path, metadata, layout=LAYOUT_VERSION)
+    description = parse_description(path, metadata, layouts=(LAYOUT_VERSION, VERSION))
     if _digest(weights) != description.sha256:
         raise ControllerError(f"{path} is damaged: its weights do not match their sha256; {WHAT_TO_DO}")
     return weights, description
@@ -159,7 +204,7 @@ def _check_sizes(path: Path, description: ControllerDescription, weights: Mappin
     """Raise ControllerError if the described network is larger than the weights, before memory is allocated for it."""
     largest = max((size for weight in weights.values() for size in weight.shape), default=0)
     most = max(largest, len(weights), _SMALL)
-    for part in filter(None, (description.network, description.memory)):
+    for part in filter(None, (description.network, description.memory, description.gains)):
         for name, value in msgspec.to_builtins(part).items():
             sizes = value if isinstance(value, list | tuple) else [value]
             if len(sizes) > most or any(type(size) is int and size > most for size in sizes):

@@ -19,12 +19,10 @@ from typing import Any
 
 from esper.controller.config import BRANCHES, LOOKS, MOVES, WIDENINGS
 from esper.growth.controllers.baselines import see_through
-from esper.growth.controllers.moves import Choice, Move, affordable, allowance_of, longest_rows, possible_choices
+from esper.growth.controllers.moves import NOTHING, Choice, Move, affordable, allowance_of, longest_rows, possible_choices
 from esper.growth.lifecycle.stages import Decision, GrowthState
 from esper.growth.measure.contribution import Allowance
 from esper.rng import Streams
-
-NOTHING = Move("nothing")
 
 
 def looks(epochs: int | None) -> tuple[int, ...]:

@@ -30,8 +30,7 @@ from torch.nn import functional as F
 
 from esper.controller.config import MoveNetworkConfig
 from esper.controller.layout import FEATURES, Vector, decision, host_features, move_features, options, sizes_after, why_no_move
-from esper.controller.plans import NOTHING
-from esper.growth.controllers.moves import Move
+from esper.growth.controllers.moves import NOTHING, Move
 from esper.growth.lifecycle.stages import Decision, GrowthState
 from esper.rng import Streams
 

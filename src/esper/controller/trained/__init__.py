@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from esper.controller.learned import Learned
+    from esper.growth.config import GrowthConfig
 
 NAME = "learned"  # names the shipped controller where the path of a controller file is expected
 
@@ -29,8 +30,8 @@ def text_of_learned() -> str:
     return (files(__name__) / "learned.md").read_text(encoding="utf-8")
 
 
-def load_learned() -> Learned:
-    """Return the controller that comes with the package."""
+def load_learned(config: GrowthConfig) -> Learned:
+    """Return the controller that comes with the package, for a run with these settings."""
     from esper.controller.learned import load_controller
 
-    return load_controller(file_of(NAME))
+    return load_controller(file_of(NAME), config=config)

@@ -206,7 +206,7 @@ def make_controller(name: str, config: GrowthConfig) -> CompleteController:
     """Return the controller of this name; see NAMES."""
     if name in FROM_OTHER_PACKAGES:
         module, function = FROM_OTHER_PACKAGES[name]
-        made: CompleteController = getattr(importlib.import_module(module), function)()
+        made: CompleteController = getattr(importlib.import_module(module), function)(config)
         return made
     if name not in CONTROLLERS:
         file = "; for the file of a trained one, pass controller=esper.controller.load_controller(path)"

@@ -159,7 +159,7 @@ class Heuristic:
         """Return whether a seed that germinates after epoch `at` is early enough to pay and to be kept."""
         if epochs is None:
             return True
-        return at <= max(self.rules.grow_until * epochs, self.first_look(epochs)) and epochs - at >= self._trial_epochs()
+        return at <= max(self.rules.grow_until * epochs, self.first_look(epochs)) and epochs - at >= self.lifecycle.least_epochs
 
     def why_nothing_can_grow(self, epochs: int | None) -> str:
         """Return why a training of `epochs` epochs is too short to grow anything; empty if it is long enough."""
@@ -172,14 +172,8 @@ class Heuristic:
         advice = "lower heuristic.grow_at" if least is None else f"train for at least {least} epochs, or shorten lifecycle.holding_epochs"
         return (
             f"nothing can grow in {epochs} epochs: the first seed would germinate after epoch {first}, and needs "
-            f"{self._trial_epochs()} more before it can be kept; {advice}"
+            f"{self.lifecycle.least_epochs} more before it can be kept; {advice}"
         )
-
-    def _trial_epochs(self) -> int:
-        """Return the least number of epochs between germination and fossilization."""
-        rules = self.lifecycle
-        before = rules.training_epochs + rules.blend_epochs if rules.raise_mode == "shadow" else 0
-        return before + rules.holding_epochs + 1
 
     def _grow(self, state: GrowthState) -> tuple[list[Action], str]:
         """Return the seeds to germinate after a probe, and the reason."""
@@ -388,7 +382,7 @@ def choose(state: GrowthState, rules: HeuristicConfig, *, longer_training: float
     chosen, wider = NOTHING, set[str]()  # cost of the plan so far, and the units that it could widen in its slots
 
     def rank(pair: tuple[SlotState, Candidate]) -> tuple[float, ...]:
-        return len(pair[1].widened), _worth_at_the_end(pair[1], state), _speed(pair[1], state)
+        return len(pair[1].widened), worth_at_the_end(pair[1], state), _speed(pair[1], state)
 
     for slot, candidate in sorted(options, key=rank, reverse=True):
         gain = min(_worth(candidate, state) + candidate.rent, MOST_OF_THE_LOSS * left)
@@ -477,7 +471,7 @@ def _worth(candidate: Candidate, state: GrowthState) -> float:
     return (candidate.promise or 0.0) * max(state.steps_per_epoch, 1) - candidate.rent
 
 
-def _worth_at_the_end(candidate: Candidate, state: GrowthState) -> float:
+def worth_at_the_end(candidate: Candidate, state: GrowthState) -> float:
     """Return the estimated fall of the loss at the end of the training, minus the rent: by this, sizes are compared.
 
     The loss at the end is taken to fall with the parameters P of a host like P^-0.5, about as of static hosts (docs/log.md), and by no more

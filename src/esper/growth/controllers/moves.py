@@ -27,6 +27,9 @@ class Move:
         return [Germinate(slot=slot.place.name, reason=reason, blueprint=candidate.blueprint) for slot, candidate in self.choices]
 
 
+NOTHING = Move("nothing")
+
+
 def allowance_of(state: GrowthState) -> Allowance:
     """Return the rest of the budget."""
     return Allowance(state.seeds_left, state.parameters_left, state.flops_left)
