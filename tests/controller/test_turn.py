@@ -207,7 +207,7 @@ def test_an_observation_does_not_depend_on_the_unit_of_the_loss(factor: float) -
 
 def test_observations_of_several_hosts_are_padded() -> None:
     some = [observe(Turn(row_of_three())), observe(Turn(state(slot())))]
-    together = stacked(some)
+    together = stacked(some, 8, 5)
     for row, one in enumerate(some):
         count, options = one.which.shape
         np.testing.assert_array_equal(together["options"][row, :count, :options], one.options)

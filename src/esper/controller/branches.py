@@ -183,7 +183,7 @@ class Improved:
         while not turn.is_over:
             step, cost = self._best(turn) if len(deviates) < self.most else (turn.advised, 0.0)
             if step != turn.advised:
-                deviates.append(f"{' '.join(filter(None, step))} instead of {' '.join(filter(None, turn.advised))}: {cost:+.3f}")
+                deviates.append(f"{step.in_words()} instead of {turn.advised.in_words()}: {cost:+.3f}")
             turn = turn.after(step)
         if not deviates:
             return decision

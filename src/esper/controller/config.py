@@ -127,6 +127,12 @@ class GainsConfig(Config):
     most: PositiveInt = 1  # other steps in a turn
 
 
+class StepNetworkConfig(Config):
+    """Policy over steps, see `esper.controller.policy`."""
+
+    width: Width = 48  # of the vectors of options, targets and the host
+
+
 class ControllerConfig(ShownConfig):
     """Training of a controller."""
 

@@ -295,9 +295,8 @@ def observe(turn: Turn) -> Observation:
     return Observation(host, of_targets, raw, may, where, which, tuple((target.name, tuple(target.moves)) for target in targets))
 
 
-def stacked(some: Sequence[Observation]) -> dict[str, NDArray[np.generic]]:
-    """Return observations and masks of several turns, padded to the largest numbers of targets and options."""
-    targets, width = max(len(one.targets) for one in some), max(one.which.shape[1] for one in some)
+def stacked(some: Sequence[Observation], targets: int, width: int) -> dict[str, NDArray[np.generic]]:
+    """Return observations and masks of several turns, padded to these numbers of targets and options."""
     found: dict[str, NDArray[np.generic]] = {
         "host": np.stack([one.host for one in some]),
         "targets": np.zeros((len(some), targets, TARGET.width), np.float32),

@@ -52,6 +52,9 @@ class Step(NamedTuple):
     target: str = ""  # name of the target; "" for wait and look
     blueprint: str = ""  # of the seeds; "" unless they germinate
 
+    def in_words(self) -> str:
+        return " ".join(filter(None, self))
+
 
 WAIT, LOOK = Step("wait"), Step("look")
 
