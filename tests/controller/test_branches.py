@@ -13,10 +13,12 @@ import torch
 from esper.controller.branches import UNITS, WIDTH, Branches, Change, Gains, Improved, described, fit
 from esper.controller.config import GainsConfig
 from esper.controller.description import ControllerError, card, read_description
+from esper.controller.evaluation import EvalCase, EvalSetting, run_cases
 from esper.controller.learned import Learned, load_controller, save_controller
 from esper.controller.tokens import HOST_WIDTH, observe
 from esper.controller.turn import WAIT, Step, Turn
 from esper.fleet import Fleet, FleetConfig, HostConfig
+from esper.fleet.data import TaskTensors
 from esper.growth.config import GrowthConfig, HeuristicConfig, LifecycleConfig, RentConfig
 from esper.growth.controllers.heuristic import Heuristic
 from esper.growth.lifecycle.stages import Controller, Decision, Germinate, GrowthState
@@ -109,6 +111,32 @@ def test_a_better_step_is_taken_once_in_a_turn_after_a_probe_and_says_why() -> N
     assert said.endswith(": -0.010")
     assert said.count("instead of") == 1
     assert often[first][1].reason.count("instead of") > 1 or germinated(often[first][1]) == []
+
+
+def test_both_plans_are_tried_if_that_is_wanted() -> None:
+    first = Heuristic(CONFIG).first_look(12)
+    plain, improved = (lives(make)[first][1] for make in (lambda: Heuristic(CONFIG), lambda: trying(-0.01)))
+    assert [trial.name for trial in improved.trials] == ["heuristic", "learned"]
+    tried = [{(one.slot, one.blueprint) for one in trial.actions if isinstance(one, Germinate)} for trial in improved.trials]
+    assert tried[0] == set(germinated(plain))
+    assert tried[0] != tried[1]
+    assert not germinated(improved)
+    assert improved.reason.startswith("tries ")
+    assert not lives(lambda: trying(0.01))[first][1].trials
+
+
+def trying(value: float) -> Improved:
+    return Improved(gains_of(value), CONFIG, caution=1.0, most=1, tries=True)
+
+
+def test_trials_are_made_in_rows_of_their_own() -> None:
+    task = load_task("digits")
+    fleet = FleetConfig(batch_size=16, steps_per_decision=4, validation_samples=64)
+    device = torch.device("cpu")
+    tensors = TaskTensors.of(task, device=device, dtype=torch.float32)
+    setting = EvalSetting(task, "conv-2x2", tensors, fleet, CONFIG, device, rows=4)
+    (run,) = run_cases(setting, [EvalCase("tries", HostConfig(horizon=12), trying(-0.01))])
+    assert run.chosen[0] in ("heuristic", "learned")
 
 
 def test_the_rules_of_the_run_are_kept() -> None:

@@ -32,7 +32,7 @@ from esper.controller.tokens import HOST_WIDTH, OPTION, TARGET, Observation, Vec
 from esper.controller.turn import LOOK, OPS, Step, Turn, steps_of
 from esper.growth.config import GrowthConfig, RentConfig
 from esper.growth.controllers.heuristic import Heuristic
-from esper.growth.lifecycle.stages import Decision, GrowthState
+from esper.growth.lifecycle.stages import Decision, Germinate, GrowthState, Trial
 from esper.rng import Streams
 
 STEP_WIDTH = len(OPS) + TARGET.width + OPTION.width  # of the features of a step
@@ -153,12 +153,17 @@ def _sample_weights(cells: Sequence[int], members: int, rng: np.random.Generator
 
 
 class Improved:
-    """Decides as the heuristic does, but where the ensemble is sure that another step is better, after a probe."""
+    """Decides as the heuristic does, but where the ensemble is sure that another step is better, after a probe.
+
+    `most` is the number of other steps in a turn. With `tries`, copies of the training try both what the heuristic would grow and what the
+    ensemble prefers, and the better one goes on.
+    """
 
     name = "improved"
 
-    def __init__(self, gains: Gains, config: GrowthConfig, *, caution: float, most: int) -> None:
+    def __init__(self, gains: Gains, config: GrowthConfig, *, caution: float, most: int, tries: bool = False) -> None:
         self.gains, self.caution, self.most = gains, caution, most
+        self.most_trials = 2 if tries else 0  # that it asks for at once
         self.heuristic = Heuristic(config)
         self._looked_at: int | None = None
 
@@ -187,7 +192,12 @@ class Improved:
             turn = turn.after(step)
         if not deviates:
             return decision
-        return replace(turn.decision("; ".join(deviates)), not_probed=decision.not_probed)
+        if not self.most_trials or decision.probe:
+            return replace(turn.decision("; ".join(deviates)), not_probed=decision.not_probed)
+        plans = {"heuristic": decision.actions, "learned": turn.actions}
+        trials = tuple(Trial(name, tuple(one for one in actions if isinstance(one, Germinate))) for name, actions in plans.items())
+        others = tuple(one for one in decision.actions if not isinstance(one, Germinate))
+        return replace(decision, actions=others, reason=f"tries {'; '.join(deviates)}", passed_over={}, trials=trials)
 
     def _best(self, turn: Turn) -> tuple[Step, float]:
         """Return the step to take, and what it changes for sure."""

@@ -125,6 +125,7 @@ class GainsConfig(Config):
     width: Width = 32  # of its layers
     caution: NonNegativeFloat = 0.5  # standard deviations of the members by which another step must be better
     most: PositiveInt = 1  # other steps in a turn
+    tries: bool = False  # let copies of the training try both what the heuristic would grow and what the ensemble prefers
 
 
 class StepNetworkConfig(Config):

@@ -24,7 +24,6 @@ from esper.fleet.fleet import Fleet
 from esper.fleet.trials import RowTrials
 from esper.growth.config import GrowthConfig, RentConfig
 from esper.growth.controllers.baselines import as_controller
-from esper.growth.controllers.lookahead import Lookahead
 from esper.growth.events import TrialsCompared
 from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, Shrink, Stage
 from esper.tasks import Task
@@ -90,7 +89,7 @@ def run_cases(
     """
     order = sorted(range(len(cases)), key=lambda index: cases[index].setting.horizon)
     runs: dict[int, EvalRun] = {}
-    rows = max(_rows_that_fit(eval_setting) // (1 + max(_rows_to_try(eval_setting, case) for case in cases)), 1)
+    rows = max(_rows_that_fit(eval_setting) // (1 + max(_rows_to_try(case) for case in cases)), 1)
     for start in range(0, len(order), rows):
         some = order[start : start + rows]
         runs |= dict(zip(some, _run_in_one_fleet(eval_setting, [cases[index] for index in some], on_progress), strict=True))
@@ -109,9 +108,10 @@ def _fleet(eval_setting: EvalSetting, hosts: int) -> Fleet:
     )
 
 
-def _rows_to_try(eval_setting: EvalSetting, case: EvalCase) -> int:
+def _rows_to_try(case: EvalCase) -> int:
     """Return how many rows the trials of a case take beside its own."""
-    return 1 + eval_setting.growth.lookahead.plans if isinstance(case.controller, Lookahead) else 0
+    most: int = getattr(case.controller, "most_trials", 0)
+    return max(most - 1, 0)
 
 
 def _rows_that_fit(eval_setting: EvalSetting) -> int:
@@ -126,7 +126,7 @@ def _rows_that_fit(eval_setting: EvalSetting) -> int:
 
 def _run_in_one_fleet(eval_setting: EvalSetting, cases: Sequence[EvalCase], on_progress: Callable[[int], Any]) -> list[EvalRun]:
     """Train cases in one fleet. Cases that have been decided alike so far are one row; there are enough rows for all to differ."""
-    hosts = len(cases) + sum(_rows_to_try(eval_setting, case) for case in cases)
+    hosts = len(cases) + sum(_rows_to_try(case) for case in cases)
     fleet = _fleet(eval_setting, hosts)
     trials = RowTrials(fleet, free=range(len(cases), hosts))
     groups = dict(enumerate(_alike(cases)))  # row -> its cases

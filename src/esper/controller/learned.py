@@ -139,7 +139,12 @@ class Learned:
 
     def _improve(self, gains: GainsConfig) -> Improved:
         assert isinstance(self.trained, Gains)
-        return Improved(self.trained, self._config, caution=gains.caution, most=gains.most)
+        return Improved(self.trained, self._config, caution=gains.caution, most=gains.most, tries=gains.tries)
+
+    @property
+    def most_trials(self) -> int:
+        """How many trials it asks for at once."""
+        return 0 if self._improved is None else self._improved.most_trials
 
     @property
     def value(self) -> ValueModel:

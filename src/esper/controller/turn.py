@@ -140,15 +140,15 @@ def targets_of(state: GrowthState) -> Iterator[Target]:
     """Yield the targets of a host: its slots, the rows of its layers, and all rows and all slots where there are several."""
     possible, allowed = possible_choices(state), allowance_of(state)
     rows = list(_rows(state, possible, allowed))
-    made_by_rows = {move.choices for row in rows for move in row.moves.values()}
+    made_by_rows = {move.seeds for row in rows for move in row.moves.values()}
     for slot in state.slots:
         own = [Move(one.blueprint, ((slot, one),)) for choices in possible.values() for other, one in choices if other is slot]
-        yield Target(slot.place.name, "slot", (slot,), {move.name: move for move in own if move.choices not in made_by_rows})
+        yield Target(slot.place.name, "slot", (slot,), {move.name: move for move in own if move.seeds not in made_by_rows})
     yield from rows
     if len(rows) > 1:
         wider = [Move(name, affordable(longest_rows(choices), allowed)) for name, choices in _wider(possible).items()]
         slots = tuple(slot for row in rows for slot in row.slots)
-        yield Target("all rows", "rows", slots, {move.name: move for move in wider if move.choices not in made_by_rows})
+        yield Target("all rows", "rows", slots, {move.name: move for move in wider if move.seeds not in made_by_rows})
     if len(state.slots) > 1:
         branches = [Move(name, affordable(choices, allowed)) for name, choices in possible.items() if not choices[0][1].widened]
         yield Target("all slots", "slots", state.slots, {move.name: move for move in branches if len(move.choices) > 1})
@@ -250,6 +250,6 @@ def _step_of(action: Germinate, targets: Iterable[Target]) -> Iterator[Step]:
     """Yield the step that lets this seed alone germinate, if there is one."""
     for target in targets:
         for blueprint, move in target.moves.items():
-            if [(slot.place.name, one.blueprint) for slot, one in move.choices] == [(action.slot, action.blueprint)]:
+            if move.seeds == ((action.slot, action.blueprint),):
                 yield Step("germinate", target.name, blueprint)
                 return

@@ -33,6 +33,7 @@ class Lookahead:
 
     def __init__(self, config: GrowthConfig) -> None:
         self.rules = config.lookahead
+        self.most_trials = 2 + self.rules.plans  # that it asks for at once
         self.heuristic = Heuristic(config)
 
     def decide(self, state: GrowthState) -> Decision:

@@ -23,6 +23,11 @@ class Move:
     def cost(self) -> Cost:
         return total(candidate.cost for _, candidate in self.choices)
 
+    @property
+    def seeds(self) -> tuple[tuple[str, str], ...]:
+        """Slot and blueprint of every seed."""
+        return tuple((slot.place.name, candidate.blueprint) for slot, candidate in self.choices)
+
     def germinate(self, reason: str) -> list[Action]:
         return [Germinate(slot=slot.place.name, reason=reason, blueprint=candidate.blueprint) for slot, candidate in self.choices]
 
