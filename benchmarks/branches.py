@@ -3,6 +3,7 @@
     python benchmarks/branches.py collect --draw 101 --cells 900 --device cuda --jobs 15
     python benchmarks/branches.py test          # in cells that the ensemble has not seen
     python benchmarks/branches.py fit --to learned.safetensors
+    python benchmarks/branches.py clone --cells 150 --device cuda [--without-advice]
 
 A cell is drawn from the whole domain of controllers. Its hosts have data and learning rates of their own (`draw_variant`), and rents, one
 in four the default. All begin as the heuristic would train them. In copies of each, one step is another at one turn, and the heuristic goes
@@ -10,7 +11,9 @@ on from there. The branches of a host grow nothing, or take one of two steps tha
 seeds a fleet has, the faster it is), or a third behind the first of these. The turn is that of the heuristic's first look, in one of four
 cells a later one. A record holds what a controller sees (`esper.controller.branches.described`), and what the branch changes at the end.
 
-`test` chooses at every turn among the steps that were tried there, by ensembles that have not seen the cell.
+`test` chooses at every turn among the steps that were tried there, by ensembles that have not seen the cell. `clone` lets the recurrent
+policy learn the steps of the heuristic in four fifths of the cells, and says how far it takes them in the others. Without advice it does
+not see what the heuristic would do, only what it knows.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import argparse
 import json
 import lzma
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,9 +34,11 @@ import torch
 
 from esper.controller.branches import Branches, Change, described, fit
 from esper.controller.cells import draw_cell, draw_variant
-from esper.controller.config import DomainConfig, GainsConfig
+from esper.controller.clone import Life, Taken, agreement, fit as clone, sizes_of
+from esper.controller.config import DomainConfig, GainsConfig, StepNetworkConfig
 from esper.controller.evaluation import EvalCase, EvalRun, EvalSetting, run_cases
 from esper.controller.learned import save_controller
+from esper.controller.policy import make_policy
 from esper.controller.tokens import HOST_WIDTH, observe
 from esper.controller.turn import WAIT, Step, Turn, steps_of
 from esper.fleet import Fleet, FleetConfig
@@ -42,6 +47,7 @@ from esper.growth import GrowthConfig
 from esper.growth.config import RentConfig
 from esper.growth.controllers.heuristic import Heuristic
 from esper.growth.lifecycle.stages import Advance, Decision, GrowthState, Retarget, Shrink
+from esper.rl.config import NetworkConfig
 from esper.rng import Streams
 from esper.statistics import student_interval
 from esper.tasks import load_task
@@ -124,27 +130,36 @@ class Branch:
         return Decision((*turn.actions, *others), decision.reason, probe=turn.looks)
 
 
-def collect_cell(number: int, draw: int, room: float, device: str) -> list[Record]:
-    """Train the hosts of a cell with their branches, in one fleet."""
+Cases = dict[tuple[int, str], EvalCase]
+
+
+def _hosts_of(
+    number: int, draw: int, device: str, *, most: int, room: float, keys: Mapping[str, Sequence[str] | None]
+) -> tuple[Cases, EvalSetting]:
+    """Return the cases of a cell, by host and name of the branch, and how they are trained. Without keys, a case is only watched."""
     cell, growth, place = draw_cell(DomainConfig(), number=number, seed=draw), GrowthConfig(), torch.device(device)
     task, streams = cell.task(load_task), Streams(draw).spawn(f"branches {number}")
     rng, tensors = streams.numpy("hosts"), TaskTensors.of(task, device=place, dtype=torch.float32)
     fleet = cell.fleet(FleetConfig(validation_samples=VALIDATION))
     each = Fleet(task, task.maker(cell.host), hosts=1, growth=growth, config=fleet, device=place, tensors=tensors).memory_per_host().most
-    hosts = int(min(max(room // (each * (1 + len(KEYS))), LEAST_HOSTS), HOSTS))
+    hosts = int(min(max(room // (each * len(keys)), LEAST_HOSTS), most))
     steps = Steps(streams.numpy("steps"), is_late=rng.random() < SHARE_LATER)
 
-    cases: dict[tuple[int, str], EvalCase] = {}
+    cases: Cases = {}
     for host in range(hosts):
         variant = draw_variant(cell, DomainConfig(), rng) if host else cell
         parameters, flops = np.exp(rng.uniform(*np.log(PRICES), size=2)).tolist()
         rent = RentConfig(parameters=parameters, flops=flops) if host % 4 else RentConfig()
         setting = variant.host_config(host, len(task.train), rent=rent, growth_seed=host)
-        for name, keys in {"": (), **KEYS}.items():
-            cases[host, name] = EvalCase(name, setting, Branch(growth, steps, keys))
-    setting_of_all = EvalSetting(task, cell.host, tensors, fleet, growth, place, rows=len(cases))
-    runs = dict(zip(cases, run_cases(setting_of_all, list(cases.values())), strict=True))
+        for name, own in keys.items():
+            cases[host, name] = EvalCase(name, setting, Watched(growth, steps) if own is None else Branch(growth, steps, own))
+    return cases, EvalSetting(task, cell.host, tensors, fleet, growth, place, rows=len(cases))
 
+
+def collect_cell(number: int, draw: int, room: float, device: str) -> list[Record]:
+    """Train the hosts of a cell with their branches, in one fleet."""
+    cases, setting = _hosts_of(number, draw, device, most=HOSTS, room=room, keys={"": (), **KEYS})
+    runs = dict(zip(cases, run_cases(setting, list(cases.values())), strict=True))
     records: list[Record] = []
     for (host, name), case in cases.items():
         assert isinstance(case.controller, Branch)
@@ -177,6 +192,48 @@ def change_of(run: EvalRun, other: EvalRun) -> Change:
 
     (parameters, flops), before = size(run), size(other)
     return Change((run.test_loss - other.test_loss) / run.unit, parameters - before[0], flops - before[1])
+
+
+# Cloning
+
+
+class Watched(Branch):
+    """The heuristic, with a probe of all candidates before its first look; notes its steps and what a policy would see."""
+
+    def __init__(self, config: GrowthConfig, steps: Steps) -> None:
+        super().__init__(config, steps, ())
+        self.life: list[Taken] = []
+
+    def decide(self, state: GrowthState) -> Decision:
+        before = self.looked_at
+        decision = super().decide(state)
+        turn = Turn(state, steps_of(decision, state), before)
+        while not turn.is_over:
+            seen = observe(turn)
+            self.life.append(Taken(seen, seen.numbers_of(turn.advised)))
+            turn = turn.after(turn.advised)
+        return decision
+
+
+def lives_of(number: int, draw: int, hosts: int, device: str) -> list[Life]:
+    """Return the steps of the heuristic in the lives of the hosts of a cell."""
+    cases, setting = _hosts_of(number, draw, device, most=hosts, room=1e18, keys={"": None})
+    run_cases(setting, list(cases.values()))
+    return [case.controller.life for case in cases.values() if isinstance(case.controller, Watched)]
+
+
+def cloned(options: argparse.Namespace) -> Record:
+    """Clone the heuristic, and compare the clone with it in every fifth cell."""
+    lives = [lives_of(number, options.draw, HOSTS, options.device) for number in range(options.cells)]
+    if options.without_advice:
+        lives = [[[Taken(step.seen.without_advice(), step.numbers) for step in life] for life in some] for some in lives]
+    taught = [life for number, some in enumerate(lives) if number % 5 for life in some]
+    unseen = [life for some in lives[::5] for life in some]
+    sizes = sizes_of([*taught, *unseen])
+    policy = make_policy(StepNetworkConfig(), NetworkConfig(hidden_size=64), sizes, generator=torch.Generator().manual_seed(0))
+    losses = clone(policy, taught, seed=0, passes=options.passes)
+    found = agreement(policy, unseen)._asdict()
+    return {"what": "clone", "advice": not options.without_advice, "lives": len(taught), "unseen": len(unseen), "losses": losses, **found}
 
 
 # Learning
@@ -236,13 +293,15 @@ def tested(records: Sequence[Record], *, folds: int, caution: float) -> Record:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["collect", "test", "fit"])
+    parser.add_argument("what", choices=["collect", "test", "fit", "clone"])
     parser.add_argument("--draw", type=int, default=101, help="seed of the cells")
     parser.add_argument("--cells", type=int, default=40)
     parser.add_argument("--room", type=float, default=7e9, help="bytes of the device for each process")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=2, help="worker processes, of one thread each")
     parser.add_argument("--branches", type=Path, nargs="+", default=[RESULTS / "controller_branches.jsonl.xz"], help="files to learn from")
+    parser.add_argument("--without-advice", action="store_true", help="clone without seeing what the heuristic would do")
+    parser.add_argument("--passes", type=int, default=14, help="through the lives that are cloned")
     parser.add_argument("--folds", type=int, default=4)
     parser.add_argument("--caution", type=float, default=GainsConfig().caution)
     parser.add_argument("--to", type=Path, default=Path("learned.safetensors"), help="file of the controller")
@@ -257,6 +316,9 @@ def main(arguments: list[str] | None = None) -> None:
     output = Output(options.out, resume=True)
     if options.what == "test":
         output.write(tested(read(options.branches), folds=options.folds, caution=options.caution))
+        return
+    if options.what == "clone":
+        output.write(cloned(options))
         return
     have = {record["number"] for record in output.earlier if record.get("draw") == options.draw}
     about_all = (options.draw, options.room, options.device)

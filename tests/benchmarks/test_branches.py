@@ -50,6 +50,18 @@ def test_what_is_collected_can_be_tested_and_learned_from(
     assert (description.info["branches"], description.info["cells"]) == (len(found), 3)
 
 
+def test_the_heuristic_can_be_cloned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(branches, "draw_cell", lambda domain, *, number, seed: SMALL)
+    monkeypatch.setattr(branches, "HOSTS", 2)
+    monkeypatch.chdir(tmp_path)
+    for more in ([], ["--without-advice"]):
+        branches.main(["clone", "--cells", "2", "--passes", "3", *more])
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert (found["lives"], found["unseen"], found["advice"]) == (2, 2, not more)
+        assert found["chosen"]["look"] > 0
+        assert found["losses"][-1] < found["losses"][0]
+
+
 def test_the_shipped_controller_is_learned_from_the_kept_branches() -> None:
     records = branches.read([branches.RESULTS / "controller_branches.jsonl.xz"])
     some = branches.branches_of(records)

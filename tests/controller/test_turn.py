@@ -227,6 +227,9 @@ def test_advice_is_seen_in_columns_of_its_own() -> None:
     same = np.ones(HOST_WIDTH, bool)
     same[ADVICE["host"]] = False
     np.testing.assert_array_equal(seen.host[same], without.host[same])
+    alone = seen.without_advice()
+    assert alone.host[op] == alone.targets[4, ADVICE["targets"][0]] == alone.options[..., ADVICE["options"][0]].sum() == 0
+    np.testing.assert_array_equal(alone.host[same], seen.host[same])
 
 
 def test_both_prices_of_the_rent_and_the_last_look_are_seen() -> None:

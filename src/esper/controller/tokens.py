@@ -256,6 +256,12 @@ class Observation(NamedTuple):
     which: NDArray[np.bool_]  # [T, B]
     names: tuple[tuple[str, tuple[str, ...]], ...]  # of every target, and of the blueprints of its options
 
+    def without_advice(self) -> Observation:
+        """Return the same without what the other controller would do."""
+        host, targets, options = self.host.copy(), self.targets.copy(), self.options.copy()
+        host[ADVICE["host"]] = targets[:, ADVICE["targets"]] = options[..., ADVICE["options"]] = 0
+        return self._replace(host=host, targets=targets, options=options)
+
     def numbers_of(self, step: Step) -> tuple[int, int, int]:
         """Return the numbers of a step's operation, target and blueprint; 0 for what it has not."""
         op = OPS.index(step.op)
