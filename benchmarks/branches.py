@@ -9,7 +9,8 @@ A cell is drawn from the whole domain of controllers. Its hosts have data and le
 in four the default. All begin as the heuristic would train them. In copies of each, one step is another at one turn, and the heuristic goes
 on from there. The branches of a host grow nothing, or take one of two steps that are drawn for all hosts of the cell (the fewer kinds of
 seeds a fleet has, the faster it is), or a third behind the first of these. The turn is that of the heuristic's first look, in one of four
-cells a later one. A record holds what a controller sees (`esper.controller.branches.described`), and what the branch changes at the end.
+cells a later one. With `--controller` that one decides before and behind it, and its own choice is a branch too. A record holds what a
+controller sees (`esper.controller.branches.described`), and what the branch changes at the end.
 
 `test` chooses at every turn among the steps that were tried there, by ensembles that have not seen the cell. `clone` lets the recurrent
 policy learn the steps of the heuristic in four fifths of the cells, and says how far it takes them in the others. Without advice it does
@@ -37,7 +38,7 @@ from esper.controller.cells import draw_cell, draw_variant
 from esper.controller.clone import Life, Taken, agreement, fit as clone, sizes_of
 from esper.controller.config import DomainConfig, GainsConfig, StepNetworkConfig
 from esper.controller.evaluation import EvalCase, EvalRun, EvalSetting, run_cases
-from esper.controller.learned import save_controller
+from esper.controller.learned import load_controller, save_controller
 from esper.controller.policy import make_policy
 from esper.controller.tokens import HOST_WIDTH, observe
 from esper.controller.turn import WAIT, Step, Turn, steps_of
@@ -46,7 +47,7 @@ from esper.fleet.data import TaskTensors
 from esper.growth import GrowthConfig
 from esper.growth.config import RentConfig
 from esper.growth.controllers.heuristic import Heuristic
-from esper.growth.lifecycle.stages import Advance, Decision, GrowthState, Retarget, Shrink
+from esper.growth.lifecycle.stages import Advance, Controller, Decision, GrowthState, Retarget, Shrink
 from esper.rl.config import NetworkConfig
 from esper.rng import Streams
 from esper.statistics import student_interval
@@ -56,6 +57,7 @@ from records import RESULTS, Output, Record
 
 HOSTS, LEAST_HOSTS = 13, 2  # per cell, fewer if they would not fit into the memory
 KEYS: dict[str, tuple[str, ...]] = {"wait": ("wait",), "one": ("one",), "other": ("other",), "two": ("one", "more")}  # branches of a host
+CHOSEN = "chosen"  # by the controller that decides
 PARENTS = {"two": "one"}  # the branch that another is compared with; otherwise the host itself
 SHARE_LATER = 0.25  # of the cells
 LATEST = 0.6  # of the training
@@ -97,28 +99,32 @@ class Steps:
 
 
 class Branch:
-    """The heuristic, which takes the steps with these keys where the host branches. `taken` tells about the last of them."""
+    """A controller, but where the host branches: there, the steps with these keys, then what the heuristic advises.
 
-    def __init__(self, config: GrowthConfig, steps: Steps, keys: Sequence[str]) -> None:
-        self.heuristic, self.steps, self.keys = Heuristic(config), steps, keys
+    `taken` tells about the last of these steps. Without a controller the heuristic decides, and without keys the host never branches.
+    """
+
+    def __init__(self, config: GrowthConfig, steps: Steps, keys: Sequence[str] | None, controller: Controller | None = None) -> None:
+        self.heuristic, self.steps, self.keys, self.controller = Heuristic(config), steps, keys, controller
         self.looked_at: int | None = None
         self.taken: tuple[Turn, Step] | None = None
 
     def decide(self, state: GrowthState) -> Decision:
-        decision = replace(self.heuristic.decide(state), passed_over={})
+        advice = self.heuristic.decide(state)
+        chosen = advice if self.controller is None else self.controller.decide(state)
         first = self.heuristic.first_look(state.epochs)
-        at = self.steps.at(first, state.epochs or 0) if self.keys else -1
-        if state.epoch == at:
-            decision = self._branch(decision, state)
+        at = -1 if self.keys is None else self.steps.at(first, state.epochs or 0)
+        decision = self._branch(advice, chosen, state) if state.epoch == at else replace(chosen, passed_over={})
         if decision.probe or state.epoch in (first - 1, at - 1):  # whatever branches, has seen all candidates
             decision = replace(decision, probe=True, not_probed=frozenset())
             self.looked_at = state.epoch
         return decision
 
-    def _branch(self, decision: Decision, state: GrowthState) -> Decision:
-        turn = Turn(state, steps_of(decision, state), self.looked_at)
-        for key in self.keys:
-            step = self.steps.draw(key, turn)
+    def _branch(self, advice: Decision, chosen: Decision, state: GrowthState) -> Decision:
+        turn = Turn(state, steps_of(advice, state), self.looked_at)
+        other = next((step for step in steps_of(chosen, state) if step not in turn.advice), WAIT)
+        for key in self.keys or ():
+            step = other if key == CHOSEN else self.steps.draw(key, turn)
             if step is None or step not in turn.legal():
                 self.taken = None
                 break
@@ -126,17 +132,20 @@ class Branch:
             turn = turn.after(step)
         while not turn.is_over:
             turn = turn.after(turn.advised)
-        others = tuple(action for action in decision.actions if isinstance(action, Advance | Retarget | Shrink))
-        return Decision((*turn.actions, *others), decision.reason, probe=turn.looks)
+        others = tuple(action for action in advice.actions if isinstance(action, Advance | Retarget | Shrink))
+        return Decision((*turn.actions, *others), advice.reason, probe=turn.looks)
 
 
 Cases = dict[tuple[int, str], EvalCase]
 
 
 def _hosts_of(
-    number: int, draw: int, device: str, *, most: int, room: float, keys: Mapping[str, Sequence[str] | None]
+    number: int, draw: int, device: str, *, most: int, room: float, keys: Mapping[str, Sequence[str] | None], file: Path | None = None
 ) -> tuple[Cases, EvalSetting]:
-    """Return the cases of a cell, by host and name of the branch, and how they are trained. Without keys, a case is only watched."""
+    """Return the cases of a cell, by host and name of the branch, and how they are trained. Without keys, a case is only watched.
+
+    `file` is that of the controller; None: the heuristic.
+    """
     cell, growth, place = draw_cell(DomainConfig(), number=number, seed=draw), GrowthConfig(), torch.device(device)
     task, streams = cell.task(load_task), Streams(draw).spawn(f"branches {number}")
     rng, tensors = streams.numpy("hosts"), TaskTensors.of(task, device=place, dtype=torch.float32)
@@ -152,13 +161,16 @@ def _hosts_of(
         rent = RentConfig(parameters=parameters, flops=flops) if host % 4 else RentConfig()
         setting = variant.host_config(host, len(task.train), rent=rent, growth_seed=host)
         for name, own in keys.items():
-            cases[host, name] = EvalCase(name, setting, Watched(growth, steps) if own is None else Branch(growth, steps, own))
+            decides = None if file is None else load_controller(file, config=growth)
+            branch = Watched(growth, steps) if own is None else Branch(growth, steps, own, decides)
+            cases[host, name] = EvalCase(name, setting, branch)
     return cases, EvalSetting(task, cell.host, tensors, fleet, growth, place, rows=len(cases))
 
 
-def collect_cell(number: int, draw: int, room: float, device: str) -> list[Record]:
+def collect_cell(number: int, draw: int, room: float, device: str, file: Path | None) -> list[Record]:
     """Train the hosts of a cell with their branches, in one fleet."""
-    cases, setting = _hosts_of(number, draw, device, most=HOSTS, room=room, keys={"": (), **KEYS})
+    keys = {"": (), **KEYS, **({} if file is None else {CHOSEN: (CHOSEN,)})}
+    cases, setting = _hosts_of(number, draw, device, most=HOSTS, room=room, keys=keys, file=file)
     runs = dict(zip(cases, run_cases(setting, list(cases.values())), strict=True))
     records: list[Record] = []
     for (host, name), case in cases.items():
@@ -201,7 +213,7 @@ class Watched(Branch):
     """The heuristic, with a probe of all candidates before its first look; notes its steps and what a policy would see."""
 
     def __init__(self, config: GrowthConfig, steps: Steps) -> None:
-        super().__init__(config, steps, ())
+        super().__init__(config, steps, None)
         self.life: list[Taken] = []
 
     def decide(self, state: GrowthState) -> Decision:
@@ -297,6 +309,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--draw", type=int, default=101, help="seed of the cells")
     parser.add_argument("--cells", type=int, default=40)
     parser.add_argument("--room", type=float, default=7e9, help="bytes of the device for each process")
+    parser.add_argument("--controller", type=Path, help="file of the controller that decides before and behind a branch; the heuristic")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=2, help="worker processes, of one thread each")
     parser.add_argument("--branches", type=Path, nargs="+", default=[RESULTS / "controller_branches.jsonl.xz"], help="files to learn from")
@@ -321,7 +334,7 @@ def main(arguments: list[str] | None = None) -> None:
         output.write(cloned(options))
         return
     have = {record["number"] for record in output.earlier if record.get("draw") == options.draw}
-    about_all = (options.draw, options.room, options.device)
+    about_all = (options.draw, options.room, options.device, options.controller)
     jobs = [partial(collect_cell, number, *about_all) for number in range(options.cells) if number not in have]
     run_all(jobs, processes=options.jobs, output=output)
 

@@ -9,8 +9,9 @@ import pytest
 
 from esper.controller.branches import Change
 from esper.controller.cells import Cell
-from esper.controller.learned import load_controller
+from esper.controller.learned import load_controller, save_controller
 from esper.growth.config import RentConfig
+from tests.controller.test_branches import gains_of
 
 with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by path
     patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
@@ -48,6 +49,17 @@ def test_what_is_collected_can_be_tested_and_learned_from(
     assert description.gains is not None
     assert description.gains.caution == 0.25
     assert (description.info["branches"], description.info["cells"]) == (len(found), 3)
+
+
+def test_a_controller_can_decide_before_and_behind_the_branches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(branches, "draw_cell", lambda domain, *, number, seed: SMALL)
+    monkeypatch.setattr(branches, "HOSTS", 4)
+    save_controller(tmp_path / "eager.safetensors", gains_of(-0.5))
+    cases, _ = branches._hosts_of(0, 7, "cpu", most=4, room=1e18, keys={"": (), "chosen": ("chosen",)}, file=tmp_path / "eager.safetensors")
+    assert len(cases) == 8
+    records = branches.collect_cell(0, 7, 1e18, "cpu", tmp_path / "eager.safetensors")
+    of_host = {host: [record["step"] for record in records if record["host"] == host] for host in range(4)}
+    assert any(len(steps) > 3 for steps in of_host.values()), "the controller's own choice beside the drawn ones"
 
 
 def test_the_heuristic_can_be_cloned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
