@@ -9,7 +9,7 @@ tells more about a step than a host of its own would.
 
 An ensemble predicts the changes from what is seen of the turn, of the step and of the advised one. Its members are fitted to different
 samples of the cells. A step is taken if the worst that the ensemble expects of it, by `caution` standard errors, is still better than what
-the heuristic advises. So a host that is like nothing that was seen is grown as the heuristic would grow it.
+the heuristic advises. Where the members differ much, the host is grown as the heuristic would grow it.
 
 Shapes: M = branches, F = features, E = members.
 """

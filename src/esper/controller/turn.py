@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from esper.growth.controllers.heuristic import least_epochs
 from esper.growth.controllers.moves import Choice, Move, affordable, allowance_of, longest_rows, possible_choices
 from esper.growth.lifecycle.stages import (
     Action,
@@ -181,7 +182,7 @@ def _rows(state: GrowthState, possible: Mapping[str, Sequence[Choice]], allowed:
 
 def is_in_time(state: GrowthState, epoch: int) -> bool:
     """Return whether a seed that germinates after this epoch can be kept before the training ends."""
-    return state.epochs is None or state.epochs - epoch >= state.lifecycle.least_epochs
+    return state.epochs is None or state.epochs - epoch >= least_epochs(state.lifecycle)
 
 
 _GATES: dict[Op, Callable[[SlotState, GrowthState], bool]] = {

@@ -60,12 +60,6 @@ class LifecycleConfig(Config):
         if self.alpha_target > 1:
             raise ConfigError("alpha_target", expected="a float > 0 and <= 1", got=self.alpha_target)
 
-    @property
-    def least_epochs(self) -> int:
-        """Least number of epochs between the germination of a seed and the one after which it may be kept."""
-        before = self.training_epochs + self.blend_epochs if self.raise_mode == "shadow" else 0
-        return before + self.holding_epochs + 1
-
 
 class GovernorConfig(Config):
     """When the governor takes snapshots, and when it restores one."""

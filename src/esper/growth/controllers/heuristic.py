@@ -36,7 +36,7 @@ from typing import Any
 
 import msgspec
 
-from esper.growth.config import GrowthConfig, HeuristicConfig
+from esper.growth.config import GrowthConfig, HeuristicConfig, LifecycleConfig
 from esper.growth.lifecycle.stages import (
     LIVING,
     Action,
@@ -159,7 +159,7 @@ class Heuristic:
         """Return whether a seed that germinates after epoch `at` is early enough to pay and to be kept."""
         if epochs is None:
             return True
-        return at <= max(self.rules.grow_until * epochs, self.first_look(epochs)) and epochs - at >= self.lifecycle.least_epochs
+        return at <= max(self.rules.grow_until * epochs, self.first_look(epochs)) and epochs - at >= least_epochs(self.lifecycle)
 
     def why_nothing_can_grow(self, epochs: int | None) -> str:
         """Return why a training of `epochs` epochs is too short to grow anything; empty if it is long enough."""
@@ -172,7 +172,7 @@ class Heuristic:
         advice = "lower heuristic.grow_at" if least is None else f"train for at least {least} epochs, or shorten lifecycle.holding_epochs"
         return (
             f"nothing can grow in {epochs} epochs: the first seed would germinate after epoch {first}, and needs "
-            f"{self.lifecycle.least_epochs} more before it can be kept; {advice}"
+            f"{least_epochs(self.lifecycle)} more before it can be kept; {advice}"
         )
 
     def _grow(self, state: GrowthState) -> tuple[list[Action], str]:
@@ -201,6 +201,12 @@ class Heuristic:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._looks_at = state["looks_at"]
         self._is_next_step, self._cannot_judge = state["is_next_step"], state["cannot_judge"]
+
+
+def least_epochs(rules: LifecycleConfig) -> int:
+    """Return the least number of epochs between the germination of a seed and the one after which it may be fossilized."""
+    before = rules.training_epochs + rules.blend_epochs if rules.raise_mode == "shadow" else 0
+    return before + rules.holding_epochs + 1
 
 
 def judge(name: str, measured: Contribution, rent: float, *, may_prune: bool, is_last: bool, undecided: str = "") -> list[Action]:
