@@ -21,9 +21,9 @@ from esper.fleet import Fleet, FleetConfig, HostConfig
 from esper.fleet.data import TaskTensors
 from esper.growth.config import GrowthConfig, HeuristicConfig, LifecycleConfig, RentConfig
 from esper.growth.controllers.heuristic import Heuristic
-from esper.growth.lifecycle.stages import Controller, Decision, Germinate, GrowthState
+from esper.growth.lifecycle.stages import Controller, Decision, Fossilize, Germinate, GrowthState
 from esper.tasks import load_task
-from tests.controller.hosts import slot, state
+from tests.controller.hosts import seed_on_trial, slot, state
 
 CONFIG = GrowthConfig()
 
@@ -123,6 +123,15 @@ def test_both_plans_are_tried_if_that_is_wanted() -> None:
     assert not germinated(improved)
     assert improved.reason.startswith("tries ")
     assert not lives(lambda: trying(0.01))[first][1].trials
+
+
+def test_seeds_that_have_grown_are_judged_as_the_heuristic_judges_them() -> None:
+    ripe = state(seed_on_trial("ripe"), slot("free"), rent=RentConfig(parameters=0.001, flops=0.001), epoch=4)
+    improved = Improved(gains_of(-0.01), CONFIG, caution=1.0, most=1)
+    improved.load_state_dict({"heuristic": Heuristic(CONFIG).state_dict(), "looked_at": 3})
+    decided = improved.decide(ripe)
+    assert isinstance(decided.actions[0], Fossilize)
+    assert "instead of wait" in decided.reason
 
 
 def trying(value: float) -> Improved:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper.controller.tokens import HOST_WIDTH, OPTION, TARGET, Observation, Vector, observe
-from esper.controller.turn import LOOK, OPS, Step, Turn, steps_of
+from esper.controller.turn import OPS, Step, Turn, steps_of
 from esper.growth.config import GrowthConfig, RentConfig
 from esper.growth.controllers.heuristic import Heuristic
 from esper.growth.lifecycle.stages import Decision, Germinate, GrowthState, Trial
@@ -37,6 +37,7 @@ from esper.rng import Streams
 
 STEP_WIDTH = len(OPS) + TARGET.width + OPTION.width  # of the features of a step
 WIDTH = HOST_WIDTH + 2 * STEP_WIDTH
+GROWING = ("germinate", "wait")  # operations that may take each other's place
 UNITS = (0.1, 1.0, 1.0)  # typical changes: of the loss, in units of its scale, and of the logarithms of parameters and FLOPs
 
 
@@ -200,10 +201,10 @@ class Improved:
         return replace(decision, actions=others, reason=f"tries {'; '.join(deviates)}", passed_over={}, trials=trials)
 
     def _best(self, turn: Turn) -> tuple[Step, float]:
-        """Return the step to take, and what it changes for sure."""
+        """Return the step to take, and what it changes for sure. What the heuristic decides about seeds that have grown stays as it is."""
         advised = turn.advised
-        others = [step for step in turn.legal() if step != advised and step.op in ("germinate", "wait")]
-        if not others or advised == LOOK:
+        others = [step for step in turn.legal() if step != advised and step.op in GROWING]
+        if not others or advised.op not in GROWING:
             return advised, 0.0
         seen = observe(turn)
         means, deviations = self.gains.costs(np.stack([described(seen, step, advised) for step in others]), turn.state.rent)
