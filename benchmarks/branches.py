@@ -47,7 +47,7 @@ from esper.fleet.data import TaskTensors
 from esper.growth import GrowthConfig
 from esper.growth.config import RentConfig
 from esper.growth.controllers.heuristic import Heuristic
-from esper.growth.lifecycle.stages import Advance, Controller, Decision, GrowthState, Retarget, Shrink
+from esper.growth.lifecycle.stages import Controller, Decision, GrowthState
 from esper.rl.config import NetworkConfig
 from esper.rng import Streams
 from esper.statistics import student_interval
@@ -77,7 +77,7 @@ class Steps:
         self._drawn: dict[str, Step] = {"wait": WAIT}
 
     def at(self, first: int, epochs: int) -> int:
-        """Return the epoch after which the hosts branch, where the heuristic looks first after `first`."""
+        """Return the epoch after which the hosts branch. `first` is that of the heuristic's first look."""
         if self._at is None:
             later = 1 + int(self.rng.integers(max(int(LATEST * epochs) - first, 1))) if self.is_late else 0
             self._at = first + later
@@ -132,8 +132,7 @@ class Branch:
             turn = turn.after(step)
         while not turn.is_over:
             turn = turn.after(turn.advised)
-        others = tuple(action for action in advice.actions if isinstance(action, Advance | Retarget | Shrink))
-        return Decision((*turn.actions, *others), advice.reason, probe=turn.looks)
+        return turn.decision(advice.reason)
 
 
 Cases = dict[tuple[int, str], EvalCase]

@@ -8,8 +8,8 @@ tells more about a step than a host of its own would.
     controller = Improved(gains, config, caution=0.5, most=1)     # the heuristic, but where another step is surely better
 
 An ensemble predicts the changes from what is seen of the turn, of the step and of the advised one. Its members are fitted to different
-samples of the cells. A step is taken if the worst that the ensemble expects of it, by `caution` standard errors, is still better than what
-the heuristic advises. Where the members differ much, the host is grown as the heuristic would grow it.
+samples of the cells. A step is taken if it is better than what the heuristic advises by their mean, and still is with `caution` standard
+deviations added. Where the members differ much, the host is grown as the heuristic would grow it.
 
 Shapes: M = branches, F = features, E = members.
 """
@@ -142,11 +142,17 @@ def fit(branches: Branches, *, seed: int, steps: int = 400, learning_rate: float
     return gains.eval()
 
 
-def _sample_weights(cells: Sequence[int], members: int, rng: np.random.Generator) -> Tensor:
-    """Return the weight of every branch for every member [E, M]. All branches of a cell are drawn together."""
-    names, of_branch, sizes = np.unique(cells, return_inverse=True, return_counts=True)
+def bootstrap_counts(cells: Sequence[int], members: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Return how often the sample of each member contains each record [E, M]. All records of a cell are drawn together."""
+    names, of_record = np.unique(cells, return_inverse=True)
     counts = np.stack([np.bincount(rng.integers(len(names), size=len(names)), minlength=len(names)) for _ in range(members)])
-    weights = counts[:, of_branch] / np.sqrt(sizes[of_branch])
+    return counts[:, of_record]
+
+
+def _sample_weights(cells: Sequence[int], members: int, rng: np.random.Generator) -> Tensor:
+    """Return the weight of every branch for every member [E, M]."""
+    _, of_branch, sizes = np.unique(cells, return_inverse=True, return_counts=True)
+    weights = bootstrap_counts(cells, members, rng) / np.sqrt(sizes[of_branch])
     return torch.from_numpy((weights / weights.sum(1, keepdims=True)).astype(np.float32))
 
 
@@ -194,7 +200,7 @@ class Improved:
         if not deviates:
             return decision
         if not self.most_trials or decision.probe:
-            return replace(turn.decision("; ".join(deviates)), not_probed=decision.not_probed)
+            return turn.decision("; ".join(deviates))
         plans = {"heuristic": decision.actions, "learned": turn.actions}
         trials = tuple(Trial(name, tuple(one for one in actions if isinstance(one, Germinate))) for name, actions in plans.items())
         others = tuple(one for one in decision.actions if not isinstance(one, Germinate))

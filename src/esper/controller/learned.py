@@ -127,12 +127,11 @@ class Learned:
         generator = torch.Generator().manual_seed(0)  # initial weights are overwritten below
         if gains is not None:
             model: Trained = Gains(width=gains.width, members=gains.members, generator=generator)
-            load_module(model, self._weights)
-            return model.eval()
-        assert network is not None
-        if memory is None:
+        elif memory is None:
+            assert network is not None
             model = ValueModel(width=network.width, members=network.members, generator=generator)
         else:
+            assert network is not None
             model = make_policy(network, memory, generator=generator)
         load_module(model, self._weights)
         return model.eval()
@@ -143,7 +142,7 @@ class Learned:
 
     @property
     def most_trials(self) -> int:
-        """How many trials it asks for at once."""
+        """Number of trials that it asks for at once."""
         return 0 if self._improved is None else self._improved.most_trials
 
     @property
@@ -157,7 +156,7 @@ class Learned:
         return self.trained.encoder.value
 
     def decide(self, state: GrowthState) -> Decision:
-        """Decide what grows, or to grow nothing."""
+        """Decide what grows, if anything does."""
         if self._improved is not None:
             return self._improved.decide(state)
         assert not isinstance(self.trained, Gains)

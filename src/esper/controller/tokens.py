@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +30,10 @@ from esper.controller.turn import KINDS, OPS, Op, Step, Target, Turn
 from esper.growth.config import HeuristicConfig
 from esper.growth.controllers import heuristic
 from esper.growth.controllers.moves import NOTHING, Move
-from esper.growth.lifecycle.stages import LIVING, Contribution, GrowthState, SlotState, Stage
+from esper.growth.lifecycle.stages import LIVING, GrowthState, SlotState, Stage
 from esper.growth.measure.contribution import rent_of
 from esper.growth.seeds.blueprints import KINDS as PLACES, get_blueprint
+from esper.intervals import Interval
 
 BLUEPRINTS = (
     *("norm", "squeeze_excite", "conv1x1", "conv3x3", "double_conv3x3", "wide_conv3x3", "bottleneck", "depthwise"),
@@ -41,6 +42,7 @@ BLUEPRINTS = (
 RULES = HeuristicConfig()
 
 Vector = NDArray[np.float32]
+View = TypeVar("View", "Turn", "Seen")
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,9 @@ def since_look(turn: Turn) -> float | None:
     return when(turn.looked_at, lambda epoch: turn.state.epoch - epoch)
 
 
-def of_scale(value: Callable[[GrowthState], float | None]) -> Callable[[Turn], float | None]:
-    """Return a function of a turn that is None before the scale of losses is known."""
-    return lambda turn: None if turn.state.scale is None or not turn.state.train_losses else value(turn.state)
+def with_losses(value: Callable[[View], float | None]) -> Callable[[View], float | None]:
+    """Return the same function, but None as long as there are no losses or their scale is not known."""
+    return lambda view: None if view.state.scale is None or not view.state.train_losses else value(view)
 
 
 def advises(op: Op) -> Feature[Turn]:
@@ -100,9 +102,9 @@ TURN: FeatureTable[Turn] = FeatureTable((
     flag("has_grown", lambda v: heuristic.has_grown(v.state)),
     signed_log("living", "seeds", 1, 30, lambda v: sum(slot.stage in LIVING for slot in v.state.slots)),
     signed_log("epoch", "finished", 1, 300, lambda v: v.state.epoch),
-    Feature("overfitting", "of the uninformed loss", Scale.AS_IS, -0.5, 1.0, of_scale(heuristic.gap)),
-    log("samples_needed", "of the training samples, by the projected loss", 1e-3, 1e3, of_scale(
-        lambda v: ratio(heuristic.samples_for_host(v, heuristic.NOTHING, RULES), v.samples))),
+    Feature("overfitting", "of the uninformed loss", Scale.AS_IS, -0.5, 1.0, with_losses(lambda v: heuristic.gap(v.state))),
+    log("samples_needed", "of the training samples, by the projected loss", 1e-3, 1e3, with_losses(
+        lambda v: ratio(heuristic.samples_for_host(v.state, heuristic.NOTHING, RULES), v.state.samples))),
     signed_log("plateau", "log of training loss / before", 0.02, 2, lambda v: plateau(v.state)),
     signed_log("parameters_left", "of the host's", 0.05, 100, lambda v: ratio(v.state.parameters_left, v.state.host_cost.parameters)),
     signed_log("flops_left", "of the host's", 0.05, 100, lambda v: ratio(v.state.flops_left, v.state.host_cost.flops)),
@@ -122,18 +124,12 @@ def is_stage(stage: Stage) -> Feature[Seen]:
     return flag(f"stage_{stage.name.lower()}", lambda v: v.slot is not None and v.slot.stage is stage)
 
 
-def of_gain(name: str, value: Callable[[Contribution], float]) -> Feature[Seen]:
+def of_gain(name: str, value: Callable[[Interval, float], float]) -> Feature[Seen]:
+    """Return a feature of the contribution of the seed in a slot and of its rent, in units."""
+
     def found(v: Seen) -> float | None:
         slot = v.slot
-        return None if slot is None or slot.contribution is None else in_units(value(slot.contribution), v.state)
-
-    return signed_log(name, "units", 1e-3, 3, found)
-
-
-def over_rent(name: str, value: Callable[[Contribution], float]) -> Feature[Seen]:
-    def found(v: Seen) -> float | None:
-        slot = v.slot
-        return None if slot is None or slot.contribution is None else in_units(value(slot.contribution) - slot.rent, v.state)
+        return None if slot is None or slot.contribution is None else in_units(value(slot.contribution.gain, slot.rent), v.state)
 
     return signed_log(name, "units", 1e-3, 3, found)
 
@@ -158,16 +154,16 @@ TARGET: FeatureTable[Seen] = FeatureTable((
     signed_log("flops", "of the host's", 0.02, 100, lambda v: when(v.slot, lambda slot: ratio(slot.cost.flops, v.state.host_cost.flops))),
     signed_log("rent", "units", 1e-3, 1, lambda v: when(v.slot, lambda slot: in_units(slot.rent, v.state))),
     flag("is_measured", lambda v: v.slot is not None and v.slot.contribution is not None and v.slot.contribution.epoch == v.state.epoch),
-    of_gain("gain", lambda measured: measured.gain.estimate),
-    over_rent("gain_over_rent", lambda measured: measured.gain.estimate),
-    over_rent("low_over_rent", lambda measured: measured.gain.low),
-    over_rent("high_over_rent", lambda measured: measured.gain.high),
+    of_gain("gain", lambda gain, rent: gain.estimate),
+    of_gain("gain_over_rent", lambda gain, rent: gain.estimate - rent),
+    of_gain("low_over_rent", lambda gain, rent: gain.low - rent),
+    of_gain("high_over_rent", lambda gain, rent: gain.high - rent),
     share("health", "of the gradients", lambda v: when(v.slot, lambda slot: when(slot.gradients, lambda found: found.health))),
 ))  # fmt: skip
 
 
 def of_move(feature: Feature[ObservedMove]) -> Feature[Seen]:
-    """Return a feature of `MOVE` as one of an option."""
+    """Return a feature of moves as a feature of options."""
     value = feature.value
     return Feature(feature.name, feature.unit, feature.scale, feature.low, feature.high, lambda v: value(ObservedMove(v.state, v.move)))
 
@@ -192,22 +188,19 @@ def worth(view: Seen) -> float | None:
     return in_units(sum(found) * max(view.state.steps_per_epoch, 1) - new_rent(view), view.state) if found else None
 
 
+@with_losses
 def worth_at_the_end(view: Seen) -> float | None:
-    if view.state.scale is None or not view.state.train_losses:
-        return None
     return in_units(sum(heuristic.worth_at_the_end(one, view.state) for _, one in view.move.choices), view.state)
 
 
+@with_losses
 def over_longer_training(view: Seen) -> float | None:
-    if view.state.scale is None or not view.state.train_losses:
-        return None
     times = max(heuristic.speed_over_longer_training(view.state, one) for _, one in view.move.choices)
     return max(times, 1e-3) if math.isfinite(times) else 1e6
 
 
+@with_losses
 def samples_needed(view: Seen) -> float | None:
-    if view.state.scale is None or not view.state.train_losses:
-        return None
     return ratio(heuristic.samples_for_host(view.state, view.move.cost, RULES), view.state.samples)
 
 
@@ -288,11 +281,9 @@ def observe(turn: Turn) -> Observation:
     which = np.zeros((len(targets), width), bool)
     where = np.zeros((len(OPS), len(targets)), bool)
     for row, target in enumerate(targets):
-        if target.moves and turn.may_germinate(target):
-            values = np.array([OPTION.values(Seen(turn, target, move)) for move in target.moves.values()], float)
-            raw[row, : len(values)] = OPTION.scaled(values)
-        allowed = turn.may_germinate(target)
-        which[row, : len(target.moves)] = [name in allowed for name in target.moves]
+        if allowed := turn.may_germinate(target):
+            values = np.array([OPTION.values(Seen(turn, target, target.moves[name])) for name in allowed], float)
+            raw[row, : len(values)], which[row, : len(values)] = OPTION.scaled(values), True
         where[OPS.index("germinate"), row] = bool(allowed)
         for op in OPS[3:]:
             where[OPS.index(op), row] = turn.may(op, target)

@@ -1,6 +1,6 @@
 """A turn: one decision about one host, made in small steps that see one another.
 
-    turn = Turn.of(state, advice=steps_of(heuristic.decide(state), state))
+    turn = Turn(state, advice=steps_of(heuristic.decide(state), state))
     while not turn.is_over:
         turn = turn.after(step)              # one of turn.legal()
     decision = turn.decision()

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from esper.controller.branches import bootstrap_counts
 from esper.controller.config import MoveNetworkConfig
 from esper.controller.layout import FEATURES, Vector, decision, host_features, move_features, options, sizes_after, why_no_move
 from esper.growth.controllers.moves import NOTHING, Move
@@ -164,7 +165,7 @@ def fit(
         model.mean.copy_(features.mean(0))
         model.deviation.copy_(features.std(0).clamp(min=0.05))
         model.gain_scale.copy_(gains.abs().mean().clamp(min=1e-3))
-    drawn = _bootstrap_counts(records.cells, streams.numpy("bootstrap")).to(device)  # [E, M]
+    drawn = torch.from_numpy(bootstrap_counts(records.cells, MEMBERS, streams.numpy("bootstrap"))).float().to(device)  # [E, M]
     weights = drawn / drawn.sum(dim=1, keepdim=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
@@ -181,13 +182,6 @@ def fit(
         calibration, r2 = _test_unseen(model(features, sizes).gain, gains, drawn == 0, records.cells)
         model.calibration.fill_(calibration)
     return Fit(model.cpu().eval(), r2)
-
-
-def _bootstrap_counts(cells: Sequence[int], rng: np.random.Generator) -> Tensor:
-    """Return how often the sample of each member contains each record [E, M]. All records of a cell are drawn together."""
-    names, of_record = np.unique(cells, return_inverse=True)
-    counts = np.stack([np.bincount(rng.integers(len(names), size=len(names)), minlength=len(names)) for _ in range(MEMBERS)])
-    return torch.from_numpy(counts[:, of_record].astype(np.float32))
 
 
 def _test_unseen(predicted: Tensor, gains: Tensor, is_unseen: Tensor, cells: Sequence[int]) -> tuple[float, float]:
