@@ -57,6 +57,24 @@ def test_a_fleet_on_a_gpu_equals_the_same_on_a_cpu(lifecycle: LifecycleConfig) -
         assert there.lifecycles.promises == pytest.approx(host.lifecycles.promises, rel=1e-7)
 
 
+@LIFECYCLES
+def test_hosts_in_a_used_fleet_equal_hosts_in_a_new_one(lifecycle: LifecycleConfig) -> None:
+    """In float64, with recorded steps."""
+    task, config = small_task(train=90), msgspec.structs.replace(CONFIG, steps_per_decision=6, schedule="none")
+    used = make_gpu_fleet(lifecycle, msgspec.structs.replace(CONFIG, steps_per_decision=8))
+    train_through_lifecycle(used)
+    used.begin(task, make_host, config=config)
+    new = Fleet(task, make_host, hosts=3, growth=used.growth, config=config, device="cuda")
+    for fleet in (used, new):
+        fleet.reset(dict(enumerate(host_settings(3, horizon=20, seed=5))))
+        train_through_lifecycle(fleet)
+    assert used.recordings == new.recordings > 0
+    assert used.memory_per_host() == new.memory_per_host()
+    torch.testing.assert_close(used.losses(task.test), new.losses(task.test), atol=1e-9, rtol=0)
+    for name, tensor in new.host.tensors.items():
+        torch.testing.assert_close(used.host.tensors[name], tensor, atol=1e-9, rtol=1e-9)
+
+
 @pytest.mark.parametrize(("precision", "tolerance"), [("float64", 1e-9), ("float32", 1e-5), ("bfloat16", 2e-2)])
 @LIFECYCLES
 def test_recorded_and_replayed_steps_equal_plain_steps(lifecycle: LifecycleConfig, precision: str, tolerance: float) -> None:

@@ -14,18 +14,20 @@ are rows of stacked tensors. The rows that `advance` returns include hosts whose
 the seeds to keep. After it a host is frozen and costs nothing until it is reset. With a `patience` in the growth config, a host also ends
 when its validation loss has reached a plateau and no seed is growing after the decision.
 
+A fleet can be used again for other hosts of its architecture, on other data: see `Fleet.begin`, and `esper.fleet.pool`.
+
 Shapes: N = hosts, A = hosts that train, T = steps until the next decision, V = validation batches.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import torch
@@ -43,7 +45,6 @@ from esper.fleet.seed_groups import (
     AllLifecycles,
     MakeRowOptimizer,
     SeedKind,
-    SeedKinds,
     SeedStorage,
     seed_batches_of,
     seed_kinds_for,
@@ -72,6 +73,8 @@ from esper.tasks import Split, Task
 # validation batch, because the caches are small.
 _STEPS_PER_PASS = 4
 _HALF_PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # of activations; the weights stay in float32
+# Weights of all wider hosts whose formations are kept for the next hosts of a fleet, about 40 bytes each. There may be thousands of them.
+_MOST_KEPT = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,24 @@ class FleetTimes:
 
     def plus(self, steps: int, train_seconds: float, measure_seconds: float) -> FleetTimes:
         return FleetTimes(self.steps + steps, self.train_seconds + train_seconds, self.measure_seconds + measure_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetShape:
+    """What a fleet keeps when it begins again with other hosts, apart from their architecture and how they grow."""
+
+    inputs: torch.Size  # of a sample
+    targets: torch.Size
+    dtypes: tuple[torch.dtype, torch.dtype]  # of inputs and targets
+    num_classes: int
+    config: FleetConfig  # with the free fields at their defaults
+
+    @classmethod
+    def of(cls, task: Task, config: FleetConfig) -> Self:
+        """Return the shape of a fleet for a task. Its schedule and its steps per decision are free."""
+        inputs, targets = task.train.inputs, task.train.targets
+        fixed = msgspec.structs.replace(config, schedule="cosine", steps_per_decision=None)
+        return cls(inputs.shape[1:], targets.shape[1:], (inputs.dtype, targets.dtype), task.num_classes, fixed)
 
 
 class Fleet:
@@ -114,6 +135,7 @@ class Fleet:
             raise FleetError(f"a fleet needs at least one host; got {hosts}")
         self.task, self.make_host, self.hosts, self.on_event = task, make_host, hosts, on_event
         self.growth, self.config = growth or GrowthConfig(), config or FleetConfig()
+        self.shape = FleetShape.of(task, self.config)
         self.device = torch.empty(0, device=device).device
         self.dtype = torch.float64 if self.config.precision == "float64" else torch.float32
         self._precision = _HALF_PRECISIONS.get(self.config.precision)
@@ -133,11 +155,12 @@ class Fleet:
 
         # Check that all hosts fit into memory before anything large is allocated.
         self._room = free_bytes(self.device)
+        self._state_bytes = self._copies * state_bytes(template, seed_kinds, make, scales=self._has_scales)
         with self._on_device():
-            self._memory = self._least_memory(template, seed_kinds, make, tensors)
+            self._bytes_of_step = self._step_bytes(template, tensors)
         check_fits(hosts, self._memory.least, room=self._room, device=self.device)
+        self._largest_seeds: dict[tuple[str, int], int] = {}  # cache of `memory_per_host`
 
-        self.data = FleetData(tensors, hosts=hosts, precision=self._precision)
         self.host = HostStorage(
             template,
             list(self.places),
@@ -151,12 +174,55 @@ class Fleet:
         self.seed_storages = {
             name: SeedStorage(self.places[name], kinds, formations.modules, hosts=hosts, make=make) for name, kinds in seed_kinds.items()
         }  # in the order in which the slots run, those that open behind kept seeds included
+        self.forget()
+        self._begin(tensors)
+
+    def begin(
+        self,
+        task: Task,
+        make_host: Callable[[int], nn.Module],
+        *,
+        config: FleetConfig | None = None,
+        tensors: TaskTensors | None = None,
+    ) -> None:
+        """Forget all hosts, and go on as a new fleet for this task. No row trains until it is reset.
+
+        Hosts, samples, classes and the config must have the shape of those before; the schedule and the steps per decision may be others.
+        The hosts must be of the same architecture: `reset` fails where their weights have other shapes, but layers without weights are not
+        compared. What was found out about the architecture is kept, and so are the largest tensors: those of hosts and seeds.
+        """
+        config = config or self.config
+        shape = FleetShape.of(task, config)
+        if shape != self.shape:
+            raise FleetError(f"a fleet can begin again only with the shape that it has, {self.shape}, not with {shape}; make another one")
+        self.forget()
+        self.task, self.make_host, self.config = task, make_host, config
+        self._begin(tensors or TaskTensors.of(task, device=self.device, dtype=self.dtype))
+
+    def forget(self) -> None:
+        """Forget all hosts and free what belongs to them alone, their snapshots above all. The fleet is of no use until it begins again."""
+        self.rows: list[Host] = []
         self._snapshots, self._pending = RowSnapshots(self.tensors), PendingCopies()
         self._best, self._pending_best = RowSnapshots(self._trained_tensors), PendingCopies()  # with FleetConfig(keep="best")
+        # A slot that has opened behind a kept seed is closed, so that the next hosts are measured and reported as those of a new fleet.
+        self.seed_storages = {slot: storage for slot, storage in self.seed_storages.items() if not storage.place.earlier}
+        if self.host.formations.weights > _MOST_KEPT:
+            self.host.formations.forget()
+            for storage in self.seed_storages.values():
+                storage.forget_kinds()
+
+    def _begin(self, tensors: TaskTensors) -> None:
+        """Begin with the present task and config, of which these are the tensors, and with rows of which none was reset."""
+        self.data = FleetData(tensors, hosts=self.hosts, precision=self._precision)
         self.samples = self._samples(tensors.validation, self.config.validation_samples)
-        self.rows: list[Host] = [self._new_host(row, HostConfig()) for row in range(hosts)]
+        readout = ReadoutSamples()
+        readout.note(tensors.validation.inputs, tensors.validation.targets)
+        self._readout = readout.loss()  # loss of a readout of the validation inputs, the same for all hosts
+        self.rows = [self._new_host(row, HostConfig()) for row in range(self.hosts)]
+        self.host.scales.reset_(torch.arange(self.hosts, device=self.device))
         self.samples_trained = 0  # by all hosts together
         self.times = FleetTimes()  # of the training in this process
+        self._repeat.recordings = 0
 
     # State and memory
 
@@ -199,10 +265,15 @@ class Fleet:
         at_once = batch if self.device.type == "cpu" else max(_STEPS_PER_PASS * self._part_size // batch, 1) * batch
         return Samples(inputs, targets, batch, at_once)
 
-    def _least_memory(self, template: nn.Module, seed_kinds: SeedKinds, make: MakeRowOptimizer, tensors: TaskTensors) -> Memory:
-        """Return the memory of a host, with `seeds` at 0: the activations of seeds do not count."""
-        state = self._copies * state_bytes(template, seed_kinds, make, scales=self._has_scales)
-        return Memory(state, self._step_bytes(template, tensors), seeds=0)
+    @property
+    def _memory(self) -> Memory:
+        """The memory of a host, with `seeds` at 0: the activations of seeds do not count."""
+        return Memory(self._state_bytes, self._steps_held * self._bytes_of_step, seeds=0)
+
+    @property
+    def _steps_held(self) -> int:
+        """Number of training steps in memory at a time: a recording does not reuse the memory of the first step, which runs before it."""
+        return 2 if self._repeat.records(self.steps_per_decision) else 1
 
     @property
     def _copies(self) -> int:
@@ -216,14 +287,17 @@ class Fleet:
         """Return the bytes of a training step of one host, with a width seed where one is given."""
         chosen = torch.arange(self._part_size, device=self.device) % len(tensors)
         inputs, targets, recomputes = tensors.inputs[chosen], tensors.targets[chosen], self.config.checkpoint
-        step = step_bytes(template, inputs, targets, self._precision, slots=self.places, recomputes=recomputes, wider=wider)
-        # The memory of the first step, which runs before the recording, is not reused by the recording.
-        return 2 * step if self._repeat.records(self.steps_per_decision) else step
+        return step_bytes(template, inputs, targets, self._precision, slots=self.places, recomputes=recomputes, wider=wider)
 
     def memory_per_host(self) -> Memory:
         """Return the bytes that a host takes, with the largest seed in every slot."""
-        with self._on_device():
-            largest = [max(self._seed_bytes(storage)) for storage in self.seed_storages.values()]
+        largest = []
+        for storage in self.seed_storages.values():
+            key = storage.place.module, self._steps_held  # a slot behind a kept seed has the kinds of the first one
+            if key not in self._largest_seeds:
+                with torch.inference_mode(False), self._on_device():  # formations that are found here are trained later
+                    self._largest_seeds[key] = max(self._seed_bytes(storage))
+            largest.append(self._largest_seeds[key])
         return Memory(self._memory.state, self._memory.step, sum(largest))
 
     def _seed_bytes(self, storage: SeedStorage) -> Iterator[int]:
@@ -233,7 +307,8 @@ class Fleet:
             widest = max(wide, key=lambda kind: kind.layout.width)
             template = self.make_host(0).to(self.device, self.dtype)
             step = self._step_bytes(template, self.data.tensors, wider=(self.host.formations, widest))
-            yield step - self._memory.step + self._copies * width_bytes(widest, storage.seed_kinds, storage.make)
+            added = self._steps_held * (step - self._bytes_of_step)
+            yield added + self._copies * width_bytes(widest, storage.seed_kinds, storage.make)
         for kind in storage.seed_kinds.values():
             if isinstance(kind, SeedKind):
                 yield seed_bytes(kind, self._part_size, self._precision)
@@ -299,13 +374,6 @@ class Fleet:
         recovery = RowRecovery(row, lifecycles, self._pending)
         best_states = RowBestStates(row, lifecycles.ledger, self._pending_best) if self.config.keep == "best" else None
         return Host(setting, lifecycles, recovery, best_states)
-
-    @cached_property
-    def _readout(self) -> float | None:
-        """The loss of a readout of the validation inputs, the same for all hosts."""
-        samples, validation = ReadoutSamples(), self.data.tensors.validation
-        samples.note(validation.inputs, validation.targets)
-        return samples.loss()
 
     def _samples_unless_one_pass(self, row: int) -> int | None:
         """Return the number of training samples of a host; None if it sees each of them once between two decisions."""
@@ -462,7 +530,10 @@ class Fleet:
         return [(row, self.rows[row].lifecycles) for row in rows]
 
     def losses(self, split: Split) -> Tensor:
-        """Return the mean loss of every host on a split [N], in nats, on the CPU. Seeds that are not kept are left out."""
+        """Return the mean loss of every host on a split [N], in nats, on the CPU. Seeds that are not kept are left out.
+
+        It is nan for a row that was never reset.
+        """
         return self._kept_losses(self._samples(split))
 
     def validation_losses(self) -> Tensor:
@@ -483,8 +554,11 @@ class Fleet:
             return contributions(self.stacked_model(range(self.hosts), only_kept=True), self.samples, kept)
 
     def _kept_losses(self, samples: Samples) -> Tensor:
-        with self._on_device():
-            return mean_losses(self.stacked_model(range(self.hosts), only_kept=True), samples)
+        losses = torch.full((self.hosts,), math.nan, dtype=torch.float64)
+        if begun := [row for row, host in enumerate(self.rows) if host.recovery.has_begun]:
+            with self._on_device():
+                losses[begun] = mean_losses(self.stacked_model(begun, only_kept=True), samples)
+        return losses
 
     def _measure(self, rows: list[int], reading: Reading) -> dict[str, list[int]]:
         """Add validation losses, with and without each seed on trial, to the reading. Return slot -> positions of hosts with a trial."""

@@ -115,7 +115,8 @@ class SeedStorage:
         self, place: Place, seed_kinds: Mapping[str, AnyKind], modules: Mapping[str, nn.Module], *, hosts: int, make: MakeRowOptimizer
     ) -> None:
         self.place, self.seed_kinds, self.modules, self.make = place, seed_kinds, modules, make
-        self._wide = {(kind.blueprint, kind.plan): kind for kind in seed_kinds.values() if isinstance(kind, WidthKind)}
+        self._wide: dict[tuple[str, tuple[WidePlan, ...]], WidthKind] = {}
+        self.forget_kinds()
         self._least = least_width(seed_kinds)
         weights = torch.zeros(hosts, self._least, dtype=place.dtype, device=place.device)
         self.tensors: dict[str, Tensor] = {
@@ -131,6 +132,10 @@ class SeedStorage:
         if (blueprint, plan) not in self._wide:
             self._wide[blueprint, plan] = WidthKind(self.place, blueprint, plan, self.modules)
         return self._wide[blueprint, plan]
+
+    def forget_kinds(self) -> None:
+        """Forget the kinds of width seeds beside other kept ones. They are built again when they are needed."""
+        self._wide = {(kind.blueprint, kind.plan): kind for kind in self.seed_kinds.values() if isinstance(kind, WidthKind)}
 
     def make_room(self, weights: int, buffers: int) -> None:
         """Make the rows at least so wide."""

@@ -270,6 +270,17 @@ class Formations:
             self._known[key] = Formation(self.template, self._slots, kinds, self.device)
         return self._known[key]
 
+    @property
+    def weights(self) -> int:
+        """Number of weights of all formations in memory, each counted for one host."""
+        return sum(formation.weights for formation in self._known.values())
+
+    def forget(self) -> None:
+        """Forget all formations. They are built again when they are needed."""
+        for formation in self._known.values():
+            formation._fills.clear()  # which refer to one another, so that they would stay until the next garbage collection
+        self._known.clear()
+
     def is_worth_padding(self, weights: int) -> bool:
         """Return whether to compute this many weights of zero in a step, rather than a further part with kernels of its own."""
         return weights * self.work_per_weight <= _WORK_OF_A_PART.get(self.device.type, 0.0)
