@@ -3,18 +3,16 @@
     python benchmarks/branches.py collect --draw 101 --cells 900 --device cuda --jobs 15
     python benchmarks/branches.py test          # in cells that the ensemble has not seen
     python benchmarks/branches.py fit --to learned.safetensors
-    python benchmarks/branches.py clone --cells 150 --device cuda [--without-advice]
 
 A cell is drawn from the whole domain of controllers. Its hosts have data and learning rates of their own (`draw_variant`), and rents, one
 in four the default. All begin as the heuristic would train them. In copies of each, one step is another at one turn, and the heuristic goes
 on from there. The branches of a host grow nothing, or take one of two steps that are drawn for all hosts of the cell (the fewer kinds of
 seeds a fleet has, the faster it is), or a third behind the first of these. The turn is that of the heuristic's first look, in one of four
 cells a later one. With `--controller` that one decides before and behind it, and its own choice is a branch too. A record holds what a
-controller sees (`esper.controller.branches.described`), and what the branch changes at the end.
+controller sees (`esper.controller.branches.described`), and what the branch changes at the end. Losses are those of the best state on the
+validation data; records made before this change, `controller_branches.jsonl.xz` among them, have the losses on the test data.
 
-`test` chooses at every turn among the steps that were tried there, by ensembles that have not seen the cell. `clone` lets the recurrent
-policy learn the steps of the heuristic in four fifths of the cells, and says how far it takes them in the others. Without advice it does
-not see what the heuristic would do, only what it knows.
+`test` chooses at every turn among the steps that were tried there, by ensembles that have not seen the cell.
 """
 
 from __future__ import annotations
@@ -35,12 +33,10 @@ import torch
 
 from esper.controller.branches import Branches, Change, described, fit
 from esper.controller.cells import draw_cell, draw_variant
-from esper.controller.clone import Life, Taken, agreement, fit as clone, sizes_of
-from esper.controller.config import DomainConfig, GainsConfig, StepNetworkConfig
+from esper.controller.config import DomainConfig, GainsConfig
 from esper.controller.evaluation import EvalCase, EvalRun, EvalSetting, run_cases
+from esper.controller.features import HOST_WIDTH, observe
 from esper.controller.learned import load_controller, save_controller
-from esper.controller.policy import make_policy
-from esper.controller.tokens import HOST_WIDTH, observe
 from esper.controller.turn import WAIT, Step, Turn, steps_of
 from esper.fleet import Fleet, FleetConfig
 from esper.fleet.data import TaskTensors
@@ -48,7 +44,6 @@ from esper.growth import GrowthConfig
 from esper.growth.config import RentConfig
 from esper.growth.controllers.heuristic import Heuristic
 from esper.growth.lifecycle.stages import Controller, Decision, GrowthState
-from esper.rl.config import NetworkConfig
 from esper.rng import Streams
 from esper.statistics import student_interval
 from esper.tasks import load_task
@@ -101,10 +96,10 @@ class Steps:
 class Branch:
     """A controller, but where the host branches: there, the steps with these keys, then what the heuristic advises.
 
-    `taken` tells about the last of these steps. Without a controller the heuristic decides, and without keys the host never branches.
+    `taken` tells about the last of these steps. Without a controller the heuristic decides.
     """
 
-    def __init__(self, config: GrowthConfig, steps: Steps, keys: Sequence[str] | None, controller: Controller | None = None) -> None:
+    def __init__(self, config: GrowthConfig, steps: Steps, keys: Sequence[str], controller: Controller | None = None) -> None:
         self.heuristic, self.steps, self.keys, self.controller = Heuristic(config), steps, keys, controller
         self.looked_at: int | None = None
         self.taken: tuple[Turn, Step] | None = None
@@ -113,7 +108,7 @@ class Branch:
         advice = self.heuristic.decide(state)
         chosen = advice if self.controller is None else self.controller.decide(state)
         first = self.heuristic.first_look(state.epochs)
-        at = -1 if self.keys is None else self.steps.at(first, state.epochs or 0)
+        at = self.steps.at(first, state.epochs or 0)
         decision = self._branch(advice, chosen, state) if state.epoch == at else replace(chosen, passed_over={})
         if decision.probe or state.epoch in (first - 1, at - 1):  # whatever branches, has seen all candidates
             decision = replace(decision, probe=True, not_probed=frozenset())
@@ -123,7 +118,7 @@ class Branch:
     def _branch(self, advice: Decision, chosen: Decision, state: GrowthState) -> Decision:
         turn = Turn(state, steps_of(advice, state), self.looked_at)
         other = next((step for step in steps_of(chosen, state) if step not in turn.advice), WAIT)
-        for key in self.keys or ():
+        for key in self.keys:
             step = other if key == CHOSEN else self.steps.draw(key, turn)
             if step is None or step not in turn.legal():
                 self.taken = None
@@ -139,9 +134,9 @@ Cases = dict[tuple[int, str], EvalCase]
 
 
 def _hosts_of(
-    number: int, draw: int, device: str, *, most: int, room: float, keys: Mapping[str, Sequence[str] | None], file: Path | None = None
+    number: int, draw: int, device: str, *, room: float, keys: Mapping[str, Sequence[str]], file: Path | None = None
 ) -> tuple[Cases, EvalSetting]:
-    """Return the cases of a cell, by host and name of the branch, and how they are trained. Without keys, a case is only watched.
+    """Return the cases of a cell, by host and name of the branch, and how they are trained.
 
     `file` is that of the controller; None: the heuristic.
     """
@@ -150,7 +145,7 @@ def _hosts_of(
     rng, tensors = streams.numpy("hosts"), TaskTensors.of(task, device=place, dtype=torch.float32)
     fleet = cell.fleet(FleetConfig(validation_samples=VALIDATION))
     each = Fleet(task, task.maker(cell.host), hosts=1, growth=growth, config=fleet, device=place, tensors=tensors).memory_per_host().most
-    hosts = int(min(max(room // (each * len(keys)), LEAST_HOSTS), most))
+    hosts = int(min(max(room // (each * len(keys)), LEAST_HOSTS), HOSTS))
     steps = Steps(streams.numpy("steps"), is_late=rng.random() < SHARE_LATER)
 
     cases: Cases = {}
@@ -161,15 +156,14 @@ def _hosts_of(
         setting = variant.host_config(host, len(task.train), rent=rent, growth_seed=host)
         for name, own in keys.items():
             decides = None if file is None else load_controller(file, config=growth)
-            branch = Watched(growth, steps) if own is None else Branch(growth, steps, own, decides)
-            cases[host, name] = EvalCase(name, setting, branch)
+            cases[host, name] = EvalCase(name, setting, Branch(growth, steps, own, decides))
     return cases, EvalSetting(task, cell.host, tensors, fleet, growth, place, rows=len(cases))
 
 
 def collect_cell(number: int, draw: int, room: float, device: str, file: Path | None) -> list[Record]:
     """Train the hosts of a cell with their branches, in one fleet."""
     keys = {"": (), **KEYS, **({} if file is None else {CHOSEN: (CHOSEN,)})}
-    cases, setting = _hosts_of(number, draw, device, most=HOSTS, room=room, keys=keys, file=file)
+    cases, setting = _hosts_of(number, draw, device, room=room, keys=keys, file=file)
     runs = dict(zip(cases, run_cases(setting, list(cases.values())), strict=True))
     records: list[Record] = []
     for (host, name), case in cases.items():
@@ -196,55 +190,13 @@ def about(turn: Turn, step: Step) -> Record:
 
 
 def change_of(run: EvalRun, other: EvalRun) -> Change:
-    """Return what a run changes in comparison with another."""
+    """Return what a run changes in comparison with another, by the validation data: test data must not be learned from."""
 
     def size(one: EvalRun) -> tuple[float, float]:
         return math.log1p(one.added_parameters / one.parameters), math.log1p(one.added_flops / one.flops_per_sample)
 
     (parameters, flops), before = size(run), size(other)
-    return Change((run.test_loss - other.test_loss) / run.unit, parameters - before[0], flops - before[1])
-
-
-# Cloning
-
-
-class Watched(Branch):
-    """The heuristic, with a probe of all candidates before its first look; notes its steps and what a policy would see."""
-
-    def __init__(self, config: GrowthConfig, steps: Steps) -> None:
-        super().__init__(config, steps, None)
-        self.life: list[Taken] = []
-
-    def decide(self, state: GrowthState) -> Decision:
-        before = self.looked_at
-        decision = super().decide(state)
-        turn = Turn(state, steps_of(decision, state), before)
-        while not turn.is_over:
-            seen = observe(turn)
-            self.life.append(Taken(seen, seen.numbers_of(turn.advised)))
-            turn = turn.after(turn.advised)
-        return decision
-
-
-def lives_of(number: int, draw: int, hosts: int, device: str) -> list[Life]:
-    """Return the steps of the heuristic in the lives of the hosts of a cell."""
-    cases, setting = _hosts_of(number, draw, device, most=hosts, room=1e18, keys={"": None})
-    run_cases(setting, list(cases.values()))
-    return [case.controller.life for case in cases.values() if isinstance(case.controller, Watched)]
-
-
-def cloned(options: argparse.Namespace) -> Record:
-    """Clone the heuristic, and compare the clone with it in every fifth cell."""
-    lives = [lives_of(number, options.draw, HOSTS, options.device) for number in range(options.cells)]
-    if options.without_advice:
-        lives = [[[Taken(step.seen.without_advice(), step.numbers) for step in life] for life in some] for some in lives]
-    taught = [life for number, some in enumerate(lives) if number % 5 for life in some]
-    unseen = [life for some in lives[::5] for life in some]
-    sizes = sizes_of([*taught, *unseen])
-    policy = make_policy(StepNetworkConfig(), NetworkConfig(hidden_size=64), sizes, generator=torch.Generator().manual_seed(0))
-    losses = clone(policy, taught, seed=0, passes=options.passes)
-    found = agreement(policy, unseen)._asdict()
-    return {"what": "clone", "advice": not options.without_advice, "lives": len(taught), "unseen": len(unseen), "losses": losses, **found}
+    return Change((run.val_loss - other.val_loss) / run.unit, parameters - before[0], flops - before[1])
 
 
 # Learning
@@ -280,9 +232,10 @@ def tested(records: Sequence[Record], *, folds: int, caution: float) -> Record:
         for index in held_out:
             one = records[index]
             rent = RentConfig(parameters=one["rent"][0], flops=one["rent"][1])
-            mean, deviation = gains.costs(np.array([one["features"]], np.float32), rent)
+            mean, deviation, is_far = gains.costs(np.array([one["features"]], np.float32), rent)
+            score = math.inf if is_far[0] else float(mean[0] + caution * deviation[0])
             turn = (cells[index], one["host"], one["epoch"], *one["features"][:HOST_WIDTH])
-            turns.setdefault(turn, []).append((float(mean[0] + caution * deviation[0]), Change(*one["change"]).cost(rent)))
+            turns.setdefault(turn, []).append((score, Change(*one["change"]).cost(rent)))
     chosen = {turn: min(steps) for turn, steps in turns.items()}
     costs: dict[object, list[float]] = {}
     for (cell, *_), (score, cost) in chosen.items():
@@ -304,7 +257,7 @@ def tested(records: Sequence[Record], *, folds: int, caution: float) -> Record:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["collect", "test", "fit", "clone"])
+    parser.add_argument("what", choices=["collect", "test", "fit"])
     parser.add_argument("--draw", type=int, default=101, help="seed of the cells")
     parser.add_argument("--cells", type=int, default=40)
     parser.add_argument("--room", type=float, default=7e9, help="bytes of the device for each process")
@@ -312,8 +265,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=2, help="worker processes, of one thread each")
     parser.add_argument("--branches", type=Path, nargs="+", default=[RESULTS / "controller_branches.jsonl.xz"], help="files to learn from")
-    parser.add_argument("--without-advice", action="store_true", help="clone without seeing what the heuristic would do")
-    parser.add_argument("--passes", type=int, default=14, help="through the lives that are cloned")
     parser.add_argument("--folds", type=int, default=4)
     parser.add_argument("--caution", type=float, default=GainsConfig().caution)
     parser.add_argument("--to", type=Path, default=Path("learned.safetensors"), help="file of the controller")
@@ -323,14 +274,11 @@ def main(arguments: list[str] | None = None) -> None:
         records = read(options.branches)
         some = branches_of(records)
         info = {"branches": len(some), "cells": len(set(some.cells)), "seed": 0, "domain": msgspec.to_builtins(DomainConfig())}
-        save_controller(options.to, fit(some, seed=0), info, gains=GainsConfig(caution=options.caution))
+        save_controller(options.to, None, info, ensemble=fit(some, seed=0), gains=GainsConfig(caution=options.caution))
         return
     output = Output(options.out, resume=True)
     if options.what == "test":
         output.write(tested(read(options.branches), folds=options.folds, caution=options.caution))
-        return
-    if options.what == "clone":
-        output.write(cloned(options))
         return
     have = {record["number"] for record in output.earlier if record.get("draw") == options.draw}
     about_all = (options.draw, options.room, options.device, options.controller)

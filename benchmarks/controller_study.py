@@ -1,20 +1,24 @@
-"""What looking ahead is worth: the controller lookahead beside the heuristic, and beside every first move that it could make.
+"""What controllers are worth beside the heuristic, in cells that nothing was chosen on.
 
-    python benchmarks/lookahead.py --device cuda --jobs 5 --draw 1
-    python benchmarks/lookahead.py --arms heuristic --lifecycle blending=gate   # the same with other rules of growth
-    python benchmarks/lookahead.py --summary
+    python benchmarks/controller_study.py --draw 4 --cells 200 --rents 0.003 0.01 0.03 0.1 --hosts 3 1 1 1 --device cuda --jobs 15 \
+        --arms never heuristic lookahead learned.safetensors policy.safetensors
+    python benchmarks/controller_study.py --arms heuristic --lifecycle blending=gate   # the same with other rules of growth
+    python benchmarks/controller_study.py --summary --draw 4 --rents 0.003 0.01 0.03 0.1
 
-A cell is drawn from the whole domain of controllers (sources, families, sizes, optimisers, schedules, label noise, horizons) by its number
-and the draw. All runs of a cell are trained in one fleet, with the default settings of growth, and keep the state with the lowest
-validation loss. Arms, paired over hosts:
+A cell is drawn from the whole domain of controllers (sources, families, sizes, optimisers, schedules, label noise, horizons), or from that
+of a file (`--domain-of`), by its number and the draw. Its hosts have seeds that no training uses. All runs of a cell are trained in one
+fleet, with the default settings of growth, and keep the state with the lowest validation loss. Arms, paired over hosts:
 
     never, heuristic, lookahead
+    FILE            the controller of a file, named by the file
     first NAME      at the first look of the heuristic the move NAME, whatever the heuristic thinks of it, and the heuristic from then on
 
 With `--lifecycle` these rules are a part of the arm's name, and it is compared with the same arm without them, or with the arm `--against`.
 
-The rules of lookahead were chosen on draw 0. Utility is the test loss plus the rent of what was kept, in nats for ten classes. Intervals
-are Student's over cells, each the mean of its hosts. GFLOPs are all that a run has used, trials, probes and measurements included.
+The rules of lookahead were chosen on draw 0. Utility is the test loss plus the rent of what was kept, in nats for ten classes; the lower,
+the better. Intervals are Student's over cells, each the mean of its hosts. Files whose names differ in a number at the end are trainings of
+one kind; a table has each of them. GFLOPs are all that a run has used, trials, probes and measurements included. `alike` is the share of
+hosts in which the same seeds grew as under the other arm.
 """
 
 from __future__ import annotations
@@ -31,10 +35,13 @@ from typing import Any
 import msgspec
 import torch
 
-from esper.controller import load_controller
+from esper.controller import Learned, load_controller
+from esper.controller.branches import Improved
 from esper.controller.cells import draw_cell
 from esper.controller.config import DomainConfig
+from esper.controller.description import read_description
 from esper.controller.evaluation import EvalCase, EvalSetting, run_cases
+from esper.controller.policy import StepController
 from esper.fleet import FleetConfig
 from esper.fleet.data import TaskTensors
 from esper.growth import Controller, GrowthConfig
@@ -51,6 +58,7 @@ from records import RESULTS, Output, Record
 
 ARMS = ("never", "heuristic", "lookahead")
 FIRST = "first "
+FILE = ".safetensors"
 VALIDATION = 1_000  # samples
 MOST_ROWS = 64  # of a fleet
 
@@ -73,20 +81,27 @@ class FirstMove:
 
 
 def controller(arm: str, growth: GrowthConfig) -> Controller:
-    if arm.endswith(".safetensors"):
+    if arm.endswith(FILE):
         return load_controller(arm, config=growth)
     return FirstMove(growth, arm.removeprefix(FIRST)) if arm.startswith(FIRST) else make_controller(arm, growth)
 
 
 def run_cell(
-    number: int, draw: int, arms: Sequence[str], hosts: int, rents: Sequence[float], rules: Sequence[str], device: str
+    number: int,
+    draw: int,
+    domain: DomainConfig,
+    arms: Sequence[str],
+    rents: Sequence[tuple[float, int]],
+    rules: Sequence[str],
+    device: str,
+    room: int | None,
 ) -> list[Record]:
-    """Train these arms in a cell in one fleet, by these rules, `hosts` at each rent.
+    """Train these arms in a cell in one fleet, by these rules, with as many hosts at each rent as the pairs say.
 
     Hosts of one seed are one row as long as their arms decide the same.
     """
-    began, cell = time.perf_counter(), draw_cell(DomainConfig(), number=number, seed=draw)
-    task, prices = cell.task(load_task), [RentConfig(parameters=rent, flops=rent) for rent in rents for _ in range(hosts)]
+    began, cell = time.perf_counter(), draw_cell(domain, number=number, seed=draw)
+    task, prices = cell.task(load_task), [RentConfig(parameters=rent, flops=rent) for rent, hosts in rents for _ in range(hosts)]
     growth = GrowthConfig(lifecycle=msgspec.convert(dict(rule.split("=") for rule in rules), LifecycleConfig, strict=False))
     place = torch.device(device)
     setting = EvalSetting(
@@ -97,10 +112,12 @@ def run_cell(
         growth,
         place,
         rows=MOST_ROWS,
+        memory=room,
     )
     wanted = [(arm, seed) for seed in range(len(prices)) for arm in arms]
     settings = [cell.host_config(seed, len(task.train), rent=prices[seed], growth_seed=seed) for _, seed in wanted]
-    runs = run_cases(setting, [EvalCase(arm, one, controller(arm, growth)) for (arm, _), one in zip(wanted, settings, strict=True)])
+    cases = [EvalCase(arm, one, controller(arm, growth)) for (arm, _), one in zip(wanted, settings, strict=True)]
+    runs = run_cases(setting, cases)
     seconds = (time.perf_counter() - began) / len(wanted)
     return [
         {
@@ -113,14 +130,25 @@ def run_cell(
             "gflops": run.total_flops / 1e9,
             "seeds": run.trace,
             "chosen": run.chosen,
+            **counts_of(case.controller),
             "seconds": seconds,
         }
-        for (arm, seed), run in zip(wanted, runs, strict=True)
+        for (arm, seed), run, case in zip(wanted, runs, cases, strict=True)
     ]
 
 
+def counts_of(decides: Controller) -> Record:
+    """Return how often a controller of a file looked, decided otherwise than the heuristic, and did not because the host was far."""
+    if not isinstance(decides, Learned):
+        return {}
+    inner = decides.inner
+    advisor = inner.advisor if isinstance(inner, StepController) else inner
+    of_ensemble = {"turns": advisor.turns, "improved": advisor.improved, "far": advisor.far} if isinstance(advisor, Improved) else {}
+    return {**of_ensemble, **({"others": len(inner.others)} if isinstance(inner, StepController) else {})}
+
+
 def named(arm: str, rules: Sequence[str]) -> str:
-    return " ".join((arm, *rules))
+    return " ".join((Path(arm).stem if arm.endswith(FILE) else arm, *rules))
 
 
 # Comparing
@@ -143,6 +171,7 @@ def compared(runs: Sequence[Record], arm: str, other: str) -> Record:
     differences = {cell: fmean(utility(pair[arm]) - utility(pair[other]) for pair in some) for cell, some in cells.items()}
     times = [fmean(pair[arm]["gflops"] / pair[other]["gflops"] for pair in some) for some in cells.values()]
     interval = student_interval(list(differences.values()))
+    alike = fmean(pair[arm]["seeds"] == pair[other]["seeds"] for some in cells.values() for pair in some)
     worst = sorted(differences.values(), reverse=True)[: max(len(cells) // 10, 1)]
     return {
         "what": "compared",
@@ -154,6 +183,7 @@ def compared(runs: Sequence[Record], arm: str, other: str) -> Record:
         "high": interval.high,
         "worst_tenth": fmean(worst),
         "worst": worst[0],
+        "alike": alike,
         "times_flops": fmean(times),
         "times_flops_median": median(times),
         "times_flops_of_all": sum(pair[arm]["gflops"] for some in cells.values() for pair in some)
@@ -168,40 +198,51 @@ def base_of(arm: str) -> str:
 
 
 def show(records: Sequence[Record], runs: Sequence[Record]) -> None:
-    rows = [("arm", "minus", "cells", "utility", "95 %", "worst tenth", "worst", "× FLOPs, median", "of all")]
+    rows = [("arm", "minus", "cells", "utility", "95 %", "worst tenth", "worst", "alike", "× FLOPs, median", "of all")]
     for one in records:
         interval = f"[{one['low']:+.4f}, {one['high']:+.4f}]"
-        losses = (f"{one['difference']:+.4f}", interval, f"{one['worst_tenth']:+.3f}", f"{one['worst']:+.3f}")
+        losses = (f"{one['difference']:+.4f}", interval, f"{one['worst_tenth']:+.3f}", f"{one['worst']:+.3f}", f"{one['alike']:.0%}")
         rows.append(
             (one["arm"], one["other"], str(one["cells"]), *losses, f"{one['times_flops_median']:.2f}", f"{one['times_flops_of_all']:.2f}")
         )
     print_table(rows)
     print("chosen:", dict(Counter(name for run in runs for name in run["chosen"]).most_common()))
+    for arm in dict.fromkeys(run["arm"] for run in runs if "turns" in run):
+        turns, improved, far = (sum(run[name] for run in runs if run["arm"] == arm) for name in ("turns", "improved", "far"))
+        shares = f"{improved / max(turns, 1):.1%} otherwise than the heuristic, {far / max(turns, 1):.1%} as it does for being far"
+        print(f"{arm}: {turns} turns after a probe, {shares}")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--domain-of", type=Path, help="draw cells as for the training of this controller file, not from the whole domain")
     parser.add_argument("--draw", type=int, default=1, help="seed of the cells; the rules were chosen on 0")
     parser.add_argument("--cells", type=int, default=40)
-    parser.add_argument("--hosts", type=int, default=2, help="per cell, arm and rent")
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2], help="per cell and arm, at each rent, or one number for all of them")
     parser.add_argument("--arms", nargs="+", default=list(ARMS))
     parser.add_argument("--lifecycle", nargs="*", default=[], metavar="NAME=VALUE", help="rules of growth, such as raise_mode=shadow")
     parser.add_argument("--against", help="arm to compare all others with, such as 'heuristic raise_mode=shadow'")
     parser.add_argument("--rents", type=float, nargs="+", default=[RentConfig().parameters], help="prices of parameters and of FLOPs")
+    parser.add_argument("--room", type=float, help="bytes of the device for each process; None: no limit")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=2, help="worker processes, of one thread each")
     parser.add_argument("--summary", action="store_true", help="compare what the file holds, and train nothing")
-    parser.add_argument("--out", type=Path, default=RESULTS / "lookahead.jsonl")
+    parser.add_argument("--out", type=Path, default=RESULTS / "controller_study.jsonl")
     options = parser.parse_args(arguments)
     output = Output(options.out, resume=True)
     runs = [run for run in output.earlier if "arm" in run and "number" in run]
+    domain = DomainConfig()
+    if options.domain_of is not None:
+        domain = msgspec.convert(read_description(options.domain_of).info["domain"], DomainConfig)
+    hosts = options.hosts * len(options.rents) if len(options.hosts) == 1 else options.hosts
+    rents, room = list(zip(options.rents, hosts, strict=True)), None if options.room is None else int(options.room)
     if not options.summary:
         have = {(run["number"], run["arm"], run["rent"]) for run in runs if run["draw"] == options.draw}
         jobs = []
         for number in range(options.cells):
             wanted = {arm: [(number, named(arm, options.lifecycle), rent) for rent in options.rents] for arm in options.arms}
             if arms := [arm for arm, some in wanted.items() if not have.issuperset(some)]:
-                about = (options.draw, arms, options.hosts, options.rents, options.lifecycle, options.device)
+                about = (options.draw, domain, arms, rents, options.lifecycle, options.device, room)
                 jobs.append(partial(run_cell, number, *about))
         runs += run_all(jobs, processes=options.jobs, output=output)
     for rent in options.rents:

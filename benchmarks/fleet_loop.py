@@ -3,21 +3,21 @@
     python benchmarks/fleet_loop.py --device cuda --precision bfloat16
     torchrun --nproc-per-node 2 benchmarks/fleet_loop.py --device cuda --precision bfloat16 --hosts 32
     python benchmarks/fleet_loop.py --device cuda --precision bfloat16 --task cifar10 --data-dir DIR
-    python benchmarks/fleet_loop.py --shape 1x8x8 --width 2 --blocks 2 --hosts 4 --batch 8 --steps 2 --horizon 4 --samples 64
+    python benchmarks/fleet_loop.py --shape 1x8x8 --width 2 --blocks 2 --hosts 4 --batch 8 --steps 2 --horizon 8 --samples 64
 
-A round is a whole life of `--hosts` hosts, `--steps` training steps of `--batch` samples between two decisions, and the update that
-follows. The policy is a fresh one that learns. All candidates are probed before every decision in which it may grow something; a host
-holds one seed at most, and whatever grows stays on trial to the end. So a host has about one living seed, and what that one contributes is
-measured at every decision: the dearest that one seed can be. How many there were is counted.
+A round is the lives of `--hosts` hosts in one fleet (`esper.controller.lives`), `--steps` training steps of `--batch` samples between two
+decisions, and the update that follows. The policy is a fresh one that learns. At a `--trust` of 0 it draws all possible steps about equally
+often, so that hosts soon differ. At 4, as trainings begin, most decide as the heuristic, and hosts that are decided alike train once.
 
-One round to warm up, then `--rounds` that are timed without a break, then one that is timed part by part; that last one waits for the
+One round to warm up, then `--rounds` that are timed without a break, then one that is timed part by part. That last one waits for the
 device whenever a part ends, so its seconds tell shares and no speed.
 
 Under torchrun every rank has `--hosts` hosts of its own, and all learn one policy. Ranks that share a GPU record and keep their books while
 the GPU computes for others. Speeds are those of all ranks together.
 
-The never-grow twins train too. `samples_per_s` counts all hosts, twins included; `decided_samples_per_s` those that the policy decides
-for, twins being what they cost, and it is the figure that is held against `--bar`. Without `--task` the data are noise of `--shape`.
+`decided_samples_per_s` counts the whole life of every host that the policy decides for, and is held against `--bar`. `samples_per_s` counts
+what the rows of the fleet trained on: less where hosts are decided alike, and more by the twins, which the heuristic decides for. Without
+`--task` the data are noise of `--shape`. The results in `fleet_loop_h200.jsonl` are of an earlier loop, in which every host was a row.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -32,22 +33,24 @@ import msgspec
 import torch
 
 from clock import Parts, Timed, now
-from esper.controller.config import ControllerConfig, DomainConfig, MoveNetworkConfig
-from esper.controller.env import GrowthEnv
-from esper.controller.network import make_parts
+from esper.controller import evaluation
+from esper.controller.config import ControllerConfig, DomainConfig, StepNetworkConfig
+from esper.controller.events import RoundEnded
+from esper.controller.lives import Lives
+from esper.controller.policy import StepController
+from esper.controller.training import first_policy
 from esper.devices import find_device, threads
 from esper.fleet import FleetConfig
 from esper.fleet.device import Reading
 from esper.fleet.fleet import Fleet
-from esper.fleet.kernels import compiled_kernels
 from esper.fleet.seed_groups import SeedStorage
-from esper.growth.config import BudgetConfig, GrowthConfig, LifecycleConfig
+from esper.growth.config import BudgetConfig, GrowthConfig
+from esper.growth.controllers.heuristic import Heuristic
 from esper.parallel import ALONE, Group, joined
 from esper.rl import PPO
-from esper.rl.collector import Collector
-from esper.rng import Streams
+from esper.rl.ppo import NoEnvironment
+from esper.runs import Event, load_module
 from esper.tasks import Task, load_task
-from esper.vecenv import Actions, Timestep
 from fleet import CudaMemory, ResidentMemory, compiles, synthetic_task
 from records import Output, Record, metadata
 
@@ -57,44 +60,20 @@ TIMED: list[Timed] = [
     ("training", Fleet, "_train"),
     ("validation and contributions", Fleet, "_measure"),
     ("validation and contributions", Reading, "read"),
-    ("validation and contributions", Fleet, "validation_losses"),
-    ("observation and policy", GrowthEnv, "_timestep"),
-    ("observation and policy", Collector, "_step"),
-    ("bookkeeping", GrowthEnv, "step"),
+    ("validation and contributions", Fleet, "losses"),
+    ("observation and policy", StepController, "decide"),
+    ("bookkeeping", evaluation, "_run_in_one_fleet"),  # type: ignore[list-item]
     ("planting", SeedStorage, "plant"),
-    ("new hosts", GrowthEnv, "_begin_next"),
+    ("new hosts", evaluation, "_fleet"),  # type: ignore[list-item]
+    ("new hosts", Fleet, "reset"),
+    ("rollout", Lives, "_rollout"),
     ("update", PPO, "update"),
 ]
 
 
-class Watched(GrowthEnv):
-    """Counts what happens in it, on the CPU, in the time that one host's bookkeeping takes."""
-
-    def begin(self) -> None:
-        self.samples = self.decided_samples = self.segments = 0
-        self.living: list[float] = []  # per host, of every training segment
-        self.given_up = 0
-
-    def step(self, actions: Actions) -> Timestep:
-        twinned_fleets = list(self.twinned_fleets)
-        training = [twinned.fleet.training() for twinned in twinned_fleets]
-        answer = super().step(actions)
-        size = twinned_fleets[0].fleet.config.batch_size * twinned_fleets[0].fleet.steps_per_decision
-        for twinned, rows in zip(twinned_fleets, training, strict=True):
-            if rows:
-                hosts = twinned.fleet.rows[: twinned.hosts]
-                self.segments += 1
-                self.samples += size * len(rows)
-                self.decided_samples += size * sum(row < twinned.hosts for row in rows)
-                self.living.append(sum(len(host.lifecycles.living()) for host in hosts) / twinned.hosts)
-            else:
-                self.given_up += twinned.alive().count(False)
-        return answer
-
-
 def settings(options: argparse.Namespace, task: str) -> ControllerConfig:
-    """Return the settings of a training in which all hosts are of one cell, so that its fleet is used again and again."""
-    samples = options.batch * options.steps * options.horizon
+    """Return the settings of a training in which all hosts are of one cell."""
+    steps = options.steps * options.horizon
     return ControllerConfig(
         hosts=options.hosts,
         fleets=1,
@@ -111,7 +90,8 @@ def settings(options: argparse.Namespace, task: str) -> ControllerConfig:
             schedules=("cosine",),
             batch_size=(options.batch, options.batch),
             horizon=(options.horizon, options.horizon),
-            samples_of_a_life=(samples, samples),
+            samples_of_a_life=(options.batch * steps, options.batch * steps),
+            most_steps=steps * options.blocks,
         ),
         fleet=FleetConfig(
             validation_samples=options.validation,
@@ -121,33 +101,41 @@ def settings(options: argparse.Namespace, task: str) -> ControllerConfig:
         growth=GrowthConfig(
             blueprints=tuple(options.blueprints),
             budget=BudgetConfig(max_seeds=options.seeds, max_parameters=None, max_flops=None),
-            lifecycle=LifecycleConfig(holding_epochs=options.horizon),
         ),
-        network=MoveNetworkConfig(temperature=1.0),  # nearly uniform at first
-        ppo=msgspec.structs.replace(
-            ControllerConfig().ppo,
-            num_steps=options.horizon + 1,  # a whole life
-            num_minibatches=min(4, options.hosts),
-        ),
+        network=StepNetworkConfig(trust=options.trust),
+        ppo=msgspec.structs.replace(ControllerConfig().ppo, num_minibatches=min(4, options.hosts)),
     )
 
 
-def make_loop(config: ControllerConfig, load: Callable[[str], Task], device: torch.device, group: Group = ALONE) -> tuple[PPO, Watched]:
-    env = Watched(config, load, seed=group.rank, device=device)
-    parts = make_parts(config.network, config.ppo.network, generator=Streams(0).torch("controller"))
-    return PPO(env, config.ppo, parts.encoder, actor=parts.actor, critic=parts.critic, device=device, group=group), env
+def make_loop(
+    config: ControllerConfig, load: Callable[[str], Task], device: torch.device, on_event: Callable[[Event], None], group: Group = ALONE
+) -> PPO:
+    first = first_policy(config, None)
+    ppo = PPO(
+        NoEnvironment(config.hosts, first.observation_spec, first.action_spec),
+        config.ppo,
+        first.encoder,
+        actor=first.actor,
+        critic=first.critic,
+        on_event=on_event,
+        group=group,
+        counts_waiting=True,
+        collector=partial(Lives, config, Heuristic, load, device=device, on_event=on_event, group=group),
+    )
+    load_module(ppo.policy, first.state_dict())
+    return ppo
 
 
 def one_round(ppo: PPO) -> None:
     ppo.update(ppo.collect())
 
 
-def measure(ppo: PPO, env: Watched, rounds: int, bar: float, group: Group = ALONE) -> Record:
-    device = ppo.device
+def measure(config: ControllerConfig, task: Task, device: torch.device, *, rounds: int, bar: float, group: Group = ALONE) -> Record:
+    ended: list[RoundEnded] = []
+    ppo = make_loop(config, lambda name: task, device, lambda event: ended.append(event) if isinstance(event, RoundEnded) else None, group)
     memory = CudaMemory(device) if device.type == "cuda" else ResidentMemory()
-    env.begin()
     one_round(ppo)
-    env.begin()
+    ended.clear()
     before = compiles()
     memory.begin()
     group.any(False)  # waits for all ranks
@@ -157,30 +145,32 @@ def measure(ppo: PPO, env: Watched, rounds: int, bar: float, group: Group = ALON
     seconds = now(device) - start
     peak = memory.peak()
     seconds = max(group.gather_objects(seconds))
-    samples, decided = (sum(group.gather_objects(count)) / seconds for count in (env.samples, env.decided_samples))
+    of_a_life = config.domain.samples_of_a_life[0]
+    lives, samples = (sum(group.gather_objects(sum(counts))) for counts in zip(*((one.hosts, one.samples) for one in ended), strict=True))
     return {
         "ranks": group.world_size,
-        "samples_per_s": samples,
-        "decided_samples_per_s": decided,
-        "ratio_to_bar": decided / bar,
+        "samples_per_s": samples / seconds,
+        "decided_samples_per_s": lives * of_a_life / seconds,
+        "ratio_to_bar": lives * of_a_life / seconds / bar,
         "bar": bar,
-        "decisions_per_s": group.world_size * rounds * env.num_envs * ppo.config.num_steps / seconds,
-        "living_seeds_per_host": fmean(env.living),
-        "given_up": env.given_up,
+        "lives_per_s": lives / seconds,
+        "rows_per_life": samples / of_a_life / lives,
+        "decided_alike": fmean(one.alike for one in ended),
+        "policy_steps_per_life": fmean(one.steps / one.hosts for one in ended),
+        "seeds_per_life": fmean(one.grown / one.hosts for one in ended),
         "seconds": seconds,
         "rounds": rounds,
-        "stretches": env.segments,
-        "twins": env.twinned_fleets[0].fleet.hosts - env.twinned_fleets[0].hosts,
         "peak_memory": peak,
         "compiles": compiles() - before,
-        "kernels": compiled_kernels(),
-        "seconds_by_part": by_part(ppo),
+        "kernels": ended[-1].kernels,
+        "seconds_by_part": by_part(ppo, device),
+        "host": ended[-1].host,
     }
 
 
-def by_part(ppo: PPO) -> dict[str, float]:
+def by_part(ppo: PPO, device: torch.device) -> dict[str, float]:
     """Of one round, with waiting in between: the dearest first."""
-    parts = Parts(ppo.device)
+    parts = Parts(device)
     with parts.watching(TIMED):
         one_round(ppo)
     return dict(sorted(parts.seconds.items(), key=lambda part: -part[1]))
@@ -195,6 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=20, help="of training between two decisions")
     parser.add_argument("--horizon", type=int, default=20, help="decisions in a life, before the last one")
     parser.add_argument("--rounds", type=int, default=2, help="that are timed")
+    parser.add_argument("--trust", type=float, default=0.0, help="in what the heuristic would do, at first")
     parser.add_argument("--task", help="such as cifar10; noise unless given")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--shape", default="3x32x32", help="of one sample of noise")
@@ -228,16 +219,15 @@ def run(options: argparse.Namespace, device: torch.device, group: Group = ALONE)
         shape = tuple(map(int, options.shape.split("x")))
         task = synthetic_task(shape, options.batch, train=options.samples, validation=options.validation)
     with threads(options.threads):
-        ppo, env = make_loop(settings(options, task.name), lambda name: task, device, group)
-        found = measure(ppo, env, options.rounds, options.bar, group)
+        found = measure(settings(options, task.name), task, device, rounds=options.rounds, bar=options.bar, group=group)
     return {
         **found,
         "hosts": options.hosts,
+        "trust": options.trust,
         "batch": options.batch,
         "steps": options.steps,
         "horizon": options.horizon,
         "validation": min(options.validation, len(task.validation)),
-        "host": env.twinned_fleets[0].setting.cell.host,
         "task": task.name,
         "precision": options.precision,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else metadata()["processor"],

@@ -39,7 +39,7 @@ COMMANDS = {
     "grow": "grow --task digits --host starved --controller heuristic --twin --seed 0 --epochs 12 --learning-rate 0.01 --threads 1",
     "ppo": f"ppo train cue --seed 3 --num-envs 4 --num-steps 32 {_SMALL_PPO} --total-steps 1024 --checkpoint-every 2 --threads 1",
     "controller": "controller train --source digits --families conv --domain.width 2 3 --blocks 1 2 --hosts 4 --horizon 3 4 --fleets 2 "
-    f"--samples-of-a-life 500 900 --num-steps 6 {_SMALL_PPO} --network.width 8 --checkpoint-every 1 --rounds 3",
+    f"--samples-of-a-life 500 900 {_SMALL_PPO} --network.width 8 --checkpoint-every 1 --rounds 3",
     "arena": f"arena train {_ARENA} {_SMALL_PPO} --head-width 8 --eval-battles 2 --entry-battles 2 --enter-every 1 --checkpoint-every 1 "
     "--total-steps 512",
 }

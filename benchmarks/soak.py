@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 TRAINERS = {
-    "controller": "controller train --rounds 1000000 --hosts 8 --fleets 2 --source digits --families conv mlp --horizon 4 8 --num-steps 8"
+    "controller": "controller train --rounds 1000000 --hosts 8 --fleets 2 --source digits --families conv mlp --horizon 4 8"
     " --samples-of-a-life 2000 4000 --domain.batch-size 32 64 --domain.width 2 8 --blocks 1 2 --validation-samples 256"
     " --checkpoint-every 2 --no-host-events",
     "ppo": "ppo train cue --total-steps 1000000000000 --num-envs 16 --num-steps 64 --hidden-size 32 --checkpoint-every 20"

@@ -39,7 +39,7 @@ import esper.rl.batch
 import esper.rl.learner
 import fleet_loop
 from clock import Parts, Timed
-from esper.controller.env import GrowthEnv
+from esper.controller.lives import Lives
 from esper.devices import find_device, threads
 from esper.fleet.fleet import Fleet
 from esper.growth.config import TrainingConfig
@@ -65,7 +65,7 @@ TIMED: list[Timed] = [
     (INSIDE, esper.rl.batch, "calibration"),  # type: ignore[list-item]
     (INSIDE, ResourceMeter, "read"),
     (INSIDE, esper.growth.grower, "epoch_ended"),  # type: ignore[list-item]
-    (INSIDE, GrowthEnv, "_report_hosts"),
+    (INSIDE, Lives, "_report"),
     (INSIDE, Grower, "_emit_events"),
     (INSIDE, GrowthTelemetry, "events_of"),
     (INSIDE, Fleet, "_emit_events"),
@@ -119,10 +119,9 @@ def fleet_repeats(emit: Emit, options: argparse.Namespace, *, repeats: int, devi
         validation_batch=256,
         blueprints=["norm", "double_conv3x3", "widen_100"],
         seeds=1,
+        trust=0.0,
     )
-    ppo, env = fleet_loop.make_loop(fleet_loop.settings(defaults, task.name), lambda name: task, device)
-    env.begin()
-    ppo.on_event = env.on_event = emit
+    ppo = fleet_loop.make_loop(fleet_loop.settings(defaults, task.name), lambda name: task, device, emit)
     for _ in ppo.train(repeats * ppo.steps_per_update):
         yield options.horizon * options.steps
 

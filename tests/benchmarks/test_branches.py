@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from esper.controller.branches import Change
 from esper.controller.cells import Cell
+from esper.controller.evaluation import EvalRun
 from esper.controller.learned import load_controller, save_controller
 from esper.growth.config import RentConfig
 from tests.controller.test_branches import gains_of
@@ -54,24 +58,12 @@ def test_what_is_collected_can_be_tested_and_learned_from(
 def test_a_controller_can_decide_before_and_behind_the_branches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(branches, "draw_cell", lambda domain, *, number, seed: SMALL)
     monkeypatch.setattr(branches, "HOSTS", 4)
-    save_controller(tmp_path / "eager.safetensors", gains_of(-0.5))
-    cases, _ = branches._hosts_of(0, 7, "cpu", most=4, room=1e18, keys={"": (), "chosen": ("chosen",)}, file=tmp_path / "eager.safetensors")
+    save_controller(tmp_path / "eager.safetensors", ensemble=gains_of(-0.5))
+    cases, _ = branches._hosts_of(0, 7, "cpu", room=1e18, keys={"": (), "chosen": ("chosen",)}, file=tmp_path / "eager.safetensors")
     assert len(cases) == 8
     records = branches.collect_cell(0, 7, 1e18, "cpu", tmp_path / "eager.safetensors")
     of_host = {host: [record["step"] for record in records if record["host"] == host] for host in range(4)}
     assert any(len(steps) > 3 for steps in of_host.values()), "the controller's own choice beside the drawn ones"
-
-
-def test_the_heuristic_can_be_cloned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(branches, "draw_cell", lambda domain, *, number, seed: SMALL)
-    monkeypatch.setattr(branches, "HOSTS", 2)
-    monkeypatch.chdir(tmp_path)
-    for more in ([], ["--without-advice"]):
-        branches.main(["clone", "--cells", "2", "--passes", "3", *more])
-        found = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert (found["lives"], found["unseen"], found["advice"]) == (2, 2, not more)
-        assert found["chosen"]["look"] > 0
-        assert found["losses"][-1] < found["losses"][0]
 
 
 def test_the_shipped_controller_is_learned_from_the_kept_branches() -> None:
@@ -79,6 +71,14 @@ def test_the_shipped_controller_is_learned_from_the_kept_branches() -> None:
     some = branches.branches_of(records)
     info = load_controller(Path(branches.__file__).parents[1] / "src/esper/controller/trained/learned.safetensors").description.info
     assert (len(some), len(set(some.cells))) == (info["branches"], info["cells"])
+
+
+def test_a_change_is_told_by_the_validation_loss_and_never_by_the_test_data() -> None:
+    counts: dict[str, int] = {"parameters": 9, "added_parameters": 0, "flops_per_sample": 9, "added_flops": 0, "total_flops": 0, "grown": 0}
+    setting: dict[str, Any] = {"task": "digits", "host": "conv-2x2", "controller": "", "price": None, "seed": 0, "horizon": 8, "steps": 8}
+    run = EvalRun(**setting, **counts, test_loss=5.0, val_loss=1.0, kept=[], rollbacks=0, unit=2.0)
+    other = msgspec.structs.replace(run, test_loss=0.0, val_loss=1.5, added_parameters=9)
+    assert branches.change_of(run, other) == (pytest.approx(-0.25), pytest.approx(-math.log(2)), 0.0)
 
 
 def test_the_cost_of_a_change_is_that_of_the_loss_and_of_both_rents() -> None:

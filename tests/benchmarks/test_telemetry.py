@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.extra()]  # benchmarks are checked b
 
 
 def test_every_kind_of_training_has_a_share_of_telemetry_with_its_interval(tmp_path: Path) -> None:
-    tiny = ["--hosts", "2", "--batch", "4", "--horizon", "2", "--samples", "32", "--validation", "8"]
+    tiny = ["--hosts", "2", "--batch", "4", "--horizon", "6", "--samples", "32", "--validation", "8"]
     out = tmp_path / "telemetry.jsonl"
     telemetry.main(["--what", "grow", "ppo", "fleet", "--repeats", "3", "--steps", "4", *tiny, "--out", str(out)])
     _, *records = [json.loads(line) for line in out.read_text().splitlines()]

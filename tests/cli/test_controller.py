@@ -18,33 +18,26 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import esper
-from esper.cli.controller_compare import CompareProgress
 from esper.cli.controller_progress import ControllerProgress, read_progress
 from esper.cli.grow_progress import GrowProgress
 from esper.cli.main import main
 from esper.cli.progress import PlainLines
 from esper.config import load
-from esper.controller.config import ControllerConfig, MoveNetworkConfig
+from esper.controller.config import ControllerConfig
 from esper.controller.events import RoundEnded
-from esper.controller.layout import LAYOUT_VERSION
-from esper.controller.learned import Learned, load_controller, save_controller
-from esper.controller.network import MoveActor, make_policy
-from esper.controller.tokens import VERSION
+from esper.controller.features import VERSION
+from esper.controller.learned import Learned, load_controller
 from esper.controller.trained import file_of, text_of_learned
-from esper.controller.value import ValueModel
 from esper.experiment import grow_task
 from esper.experiment.config import GrowTaskConfig
 from esper.growth.config import GrowthConfig, LifecycleConfig
-from esper.growth.lifecycle.stages import Stage
 from esper.growth.report.story import read_story
 from esper.rl.checkpoints import open_store
-from esper.rl.config import NetworkConfig
 from esper.rl.events import Update
 from esper.runs import Sink, open_run, read, read_tensors, write_tensors
 from esper.runs.folder import CHECKPOINTS
 from esper.tasks import load_task
 from tests.commands import (
-    Terminal,
     assert_explains,
     assert_refuses_to_overwrite,
     assert_same_state,
@@ -57,6 +50,7 @@ from tests.commands import (
     signal_at_checkpoint,
     wait_for,
 )
+from tests.controller.test_trained import eager_file
 from tests.processes import start, torchrun
 
 SMALL = [
@@ -64,9 +58,8 @@ SMALL = [
 ]  # fmt: skip
 OPTIONS = [
     *SMALL, "--source", "digits", "--families", "conv", "--domain.width", "2", "3", "--blocks", "1", "1", "--domain.batch-size", "16", "16",
-    "--samples-of-a-life", "96", "128", "--fleets", "1", "--hosts", "4", "--horizon", "3", "4", "--num-steps", "6",
-    "--num-minibatches", "2", "--num-epochs", "1", "--hidden-size", "8", "--network.width", "8", "--members", "2",
-    "--checkpoint-every", "1",
+    "--samples-of-a-life", "96", "128", "--fleets", "2", "--hosts", "4", "--hosts-per-twin", "2", "--horizon", "3", "4",
+    "--num-minibatches", "2", "--num-epochs", "1", "--hidden-size", "8", "--network.width", "8", "--trust", "1", "--checkpoint-every", "1",
 ]  # fmt: skip
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -81,13 +74,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(folder: str | Path, rounds: int, *more: str) -> int:
     return main(["controller", "train", *OPTIONS, "--rounds", str(rounds), "--run", str(folder), *more])
-
-
-def living_seeds(folder: Path) -> int:
-    """Count the seeds on trial in all hosts of the latest checkpoint."""
-    environment = open_store(folder).load("latest").state["ppo"]["environment"]
-    backends = [backend for twinned in environment["fleets"] for host in twinned["fleet"]["rows"] for backend in host["slots"].values()]
-    return sum(backend["has_seed"] and backend["record"]["stage"] != Stage.FOSSILIZED for backend in backends)
 
 
 # Mistakes
@@ -111,21 +97,13 @@ def living_seeds(folder: Path) -> int:
         (["train", "--horizon", "9", "8"], "--domain.horizon: expected a range, the smaller number first"),
         (["train", "--price", "0.1", "0.01"], "--domain.price: expected a range, the smaller number first"),
         (["train", "--normalize-values"], "--ppo.normalize-values: expected false"),
+        (["train", "--num-steps", "6"], "--ppo.num-steps: expected 1, and no bptt_length, because a rollout is made of whole lives"),
+        (["train", "--start", "learned", "--trust", "-1"], "--network.trust: expected a float >= 0"),
         (["train", "--run", "/dev/null/run"], "no run can be made in /dev/null/run"),
         (["train", "--config", "none.toml"], "no such config file: none.toml"),
         (["train", "--resume"], "--resume needs the folder of the run"),
         (["train", "--resume", "--run", "nowhere"], "there is no run in nowhere"),
         (["train", "--resume", "--run", "nowhere", "--config", "a.toml"], "leave --config out"),
-        (["compare", "--controllers", "nowhere/controller.safetensors"], "there is no file nowhere/controller.safetensors"),
-        (["compare", "--controllers", "a", "a"], "--controllers: expected each once"),
-        (["compare", "--sources", "digts"], "no task named 'digts'; did you mean 'digits'?"),
-        (["compare", "--sources", "digits", "cifar10"], "pass it with --data-dir"),
-        (["compare", "--families", "conv"], "--domain.families: expected one that can read text"),
-        (["compare", "--families", "conf"], "--domain.families"),
-        (["compare", "--hosts", "1"], "--hosts: expected an int >= 2"),
-        (["compare", "--cells", "0"], "--cells: expected an int > 0, got 0"),
-        (["compare", "--prices", "0.1", "-1"], "--prices: expected a list in which each is a float > 0"),
-        (["compare", "--horizon", "2", "8"], "--domain.horizon: expected at least 4 decisions: seeds grow after the first one"),
     ],
 )
 def test_a_mistake_is_explained_and_leaves_nothing_behind(
@@ -159,10 +137,11 @@ def test_a_run_writes_a_controller_and_prints_how_to_use_it(finished: Path, caps
     assert f"esper grow --task digits --controller {path}" in shown
     assert f"esper controller train --resume --run {finished} --rounds 4" in shown
     result = last_line(shown)
-    assert (result["status"], result["rounds"], result["decisions"], result["controller"]) == ("had finished", 2, 2 * 4 * 6, str(path))
+    assert (result["status"], result["rounds"], result["lives"], result["controller"]) == ("had finished", 2, 2 * 4, str(path))
     assert isinstance(load_controller(path), Learned)
     ends = [record.event for record in read(finished / "events.jsonl") if isinstance(record.event, RoundEnded)]
-    assert result["hosts"] == sum(end.hosts for end in ends) > 0
+    assert result["hosts"] == sum(end.hosts for end in ends) == 8
+    assert result["alike"] == pytest.approx(sum(end.alike * end.hosts for end in ends) / 8)
     assert result["utility"] == pytest.approx(result["gain"] - result["rent"])
     assert result["grown"] == sum(end.grown for end in ends) > 0
     assert load(ControllerConfig, finished / "config.toml").domain.sources == ("digits",)
@@ -187,11 +166,12 @@ def test_tensorboard_gets_utility_rent_and_the_parts_of_the_reward(tmp_path: Pat
     for name in ("utility", "rent"):
         assert shown[f"round_ended/{name}"] == [(record.step, pytest.approx(getattr(record.event, name))) for record in ended]
     for record in ended:
-        assert list(record.event.reward) == ["gain", "rent", "spent", "rollback"]
+        assert list(record.event.reward) == ["gain", "rent", "leaving"]
         assert sum(record.event.reward.values()) == pytest.approx(record.event.worth)  # no host is near the bound
     assert [value for _, value in shown["round_ended/reward/gain"]] == pytest.approx([record.event.reward["gain"] for record in ended])
     updates = [record.step for record in read(tmp_path / "run/events.jsonl") if isinstance(record.event, Update)]
-    assert {record.step for record in ended} <= {0, *updates}
+    assert updates == [4, 8]
+    assert [record.step for record in ended] == [0, 0, 4, 4], "lives of the rounds before"
 
 
 @pytest.mark.slow
@@ -199,7 +179,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, capsys: py
     assert main(["controller", "train", *OPTIONS, "--seed", "7", "--rounds", "3", "--dry-run", "--json"]) == 0
     result = last_line(capsys.readouterr().out)
     plan = result["plan"]
-    assert (plan["rounds"], plan["decisions_per_round"], plan["fleets"]) == (3, 24, 1)
+    assert (plan["rounds"], plan["lives_per_round"], plan["fleets"]) == (3, 4, 2)
     assert result["config"]["ppo.seed"] == 7
     assert result["config"]["domain.sources"] == ["digits"]
     assert not list(tmp_path.iterdir())
@@ -228,43 +208,41 @@ def test_a_signal_stops_after_the_round_with_a_checkpoint_and_a_controller(
     with signal_at_checkpoint(number, tmp_path / "run"):
         assert train("run", 10_000, "--json") == code
     captured = capsys.readouterr()
-    assert "stopping after this round of decisions, which may take minutes" in captured.err
+    assert "stopping after this round of lives, which may take minutes" in captured.err
     assert "esper controller train --resume --run run" in captured.out
     result = last_line(captured.out)
     assert result["status"] == "stopped"
-    assert open_store(tmp_path / "run").load("latest").step == result["decisions"]
+    assert open_store(tmp_path / "run").load("latest").step == result["lives"]
     assert Path(result["controller"]).exists()
 
 
 @pytest.mark.slow
-def test_a_second_signal_stops_within_a_round_with_a_checkpoint_and_the_run_is_called_stopped(tmp_path: Path) -> None:
-    process = start("controller", "train", *OPTIONS, "--num-steps", "3000", "--rounds", "2", "--run", "run")
+def test_a_second_signal_stops_within_a_round_after_the_last_checkpoint_and_the_run_is_called_stopped(tmp_path: Path) -> None:
+    process = start("controller", "train", *OPTIONS, "--samples-of-a-life", "5000", "6000", "--rounds", "99", "--run", "run")
     wait_for(tmp_path / "run" / CHECKPOINTS / "latest")
     for _ in range(2):
         process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
+        time.sleep(0.3)
     shown, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert "round 1/2, decision " in shown
+    assert "round 1/99" in shown
     assert "stopped at once; go on with: esper controller train --resume --run run" in errors
     run = open_run(tmp_path / "run")
     run.refresh()
     assert run.state() == "stopped"
-    assert open_store(tmp_path / "run").load("latest").state["ppo"]["environment"] is not None
+    assert open_store(tmp_path / "run").load("latest").step == 4
     assert isinstance(load_controller(tmp_path / "run" / "controller.safetensors"), Learned)
 
 
 @pytest.mark.slow
-def test_a_training_killed_and_resumed_with_seeds_alive_equals_one_that_was_not(tmp_path: Path) -> None:
+def test_a_training_killed_and_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
     rounds = 12
     assert train("whole", rounds) == 0
     process = start("controller", "train", *OPTIONS, "--rounds", str(rounds), "--run", "killed")
     wait_for(tmp_path / "killed" / CHECKPOINTS / "latest")
-    while not living_seeds(tmp_path / "killed"):
-        assert process.returncode is None, "it finished before it could be killed"
     process.kill()
     assert process.wait(timeout=90) == -signal.SIGKILL, "it finished before it could be killed"
-    assert living_seeds(tmp_path / "killed") > 0
+    assert open_store(tmp_path / "killed").load("latest").step < 4 * rounds
     assert main(["controller", "train", "--resume", "--run", "killed"]) == 0
     assert events_of(tmp_path / "killed") == events_of(tmp_path / "whole")
     assert_same_state(*(open_store(tmp_path / name).load("latest").state["ppo"] for name in ("killed", "whole")))
@@ -279,8 +257,8 @@ def test_two_ranks_train_one_controller_and_stop_together(tmp_path: Path) -> Non
     shown, errors = first.communicate(timeout=100)
     assert first.returncode == 0, errors
     result = last_line(shown)
-    assert shown.count("for 8 hosts at once") == 1, "only rank 0 writes"
-    assert (result["status"], result["decisions"]) == ("finished", 48 * result["rounds"])
+    assert shown.count("2 rounds of 8 lives") == 1, "only rank 0 writes"
+    assert (result["status"], result["lives"]) == ("finished", 8 * result["rounds"])
     controller, store = tmp_path / "run/controller.safetensors", open_store(tmp_path / "run")
     controller.unlink()
 
@@ -303,20 +281,20 @@ def test_plain_progress_has_a_start_a_line_per_round_and_an_end(finished: Path) 
     stream = io.StringIO()
     show(finished, PlainLines(ControllerProgress(), stream, every_s=1e9))
     first, last = stream.getvalue().splitlines()
-    assert "for 4 hosts at once on cpu: 2 rounds of 24 decisions" in first
+    assert "whose hosts train on cpu: 2 rounds of 4 lives" in first
     recent = read_progress(finished).recent
-    assert f"round 2/2  utility {recent.utility:+.4f} (gain {recent.gain:+.4f}, rent {recent.rent:.4f})" in last
-    assert f"{recent.grown} seeds grown, {recent.kept} kept" in last
-    for words in ("entropy ", "explained variance", "clipped", "decisions/s", "samples/s", "done"):
+    assert f"round 2/2  utility {recent.utility:+.4f} (gain {recent.gain:+.4f}, rent {recent.rent:+.4f})" in last
+    assert f"{recent.grown} seeds grown, {recent.kept} kept  in 8 hosts, {recent.alike:.0%} decided as advised" in last
+    for words in ("entropy ", "explained variance", "clipped", "lives/s", "samples/s", "done"):
         assert words in last
 
     often = io.StringIO()
     lines = PlainLines(ControllerProgress(), often, every_s=0.0)
     for record in read(finished / "events.jsonl"):
         lines.write(record)
-    assert len(often.getvalue().splitlines()) == 1 + 2 * (1 + 6 + 1), "the start, and for both rounds each decision and the end"
-    assert "  0.0%  round 1/2, decision 0/6  no host has come to its end yet  ? left" in often.getvalue()
-    assert "  58.3%  round 2/2, decision 1/6  utility " in often.getvalue()
+    assert len(often.getvalue().splitlines()) == 1 + 2 * (2 + 1), "the start, and for both rounds each fleet and the end"
+    assert "  25.0%  round 1/2, life 2/4  utility " in often.getvalue()
+    assert "  75.0%  round 2/2, life 2/4  utility " in often.getvalue()
     assert " left" in often.getvalue()
 
 
@@ -324,10 +302,10 @@ def test_plain_progress_has_a_start_a_line_per_round_and_an_end(finished: Path) 
 def test_samples_per_second_count_all_hosts_and_twins(finished: Path) -> None:
     progress = read_progress(finished)
     ends = [record.event for record in read(finished / "events.jsonl") if isinstance(record.event, RoundEnded)]
-    # Four hosts that share a twin train on 5 batches of 16 samples in every step, for 96 to 128 samples each.
-    assert all(end.samples % (5 * 16 * end.horizon) == 0 and end.samples <= 5 * 128 for end in ends)
-    per_decision = sum(end.samples for end in ends) / sum(4 * (end.horizon + 1) for end in ends)
-    assert progress.samples_per_second == pytest.approx(progress.rate.value * per_decision)
+    # Two lives and their twin are one row at first and up to three at last, each trained on at most 128 samples, in batches of 16.
+    assert all(end.samples % 16 == 0 and 16 * end.horizon <= end.samples <= 3 * 128 for end in ends)
+    per_life = sum(end.samples for end in ends) / sum(end.hosts for end in ends)
+    assert progress.samples_per_second == pytest.approx(progress.rate.value * per_life)
 
 
 @pytest.mark.slow
@@ -345,52 +323,14 @@ def test_the_live_view_ends_with_the_last_state(finished: Path, monkeypatch: pyt
     assert "done" in last_view(finished, ControllerProgress()).rpartition("round 2/2")[2]
 
 
-# Comparing
-
-
-@pytest.mark.slow
-def test_controllers_are_compared_and_all_records_are_json(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(finished / "controller.safetensors")
-    cells = ["--sources", "digits", "--families", "mlp", "--width", "2", "3", "--blocks", "1", "1", "--horizon", "6", "6"]
-    lengths = ["--samples-of-a-life", "600", "600", "--batch-size", "16", "16", "--threads", "1", "--device", "cpu"]
-    numbers = ["--cells", "2", "--hosts", "2", "--training-cells", "1", "--prices", "0.01", "0.3"]
-    assert main(["controller", "compare", "--controllers", path, *cells, *lengths, *numbers, "--json"]) == 0
-    shown = capsys.readouterr().out
-    for part in ("training cell 0, digits mlp-", "cell 1, digits mlp-", "all cells (2), price 0.3", "rule at price 0.01: "):
-        assert part in shown
-    result = last_line(shown)
-    assert (result["compared"], result["prices"], list(result["blind"])) == (path, [0.01, 0.3], ["0.01", "0.3"])
-    hosts = {(one["contestant"], one["price"], one["cell"], one["host_seed"]) for one in result["records"] if one["what"] == "host"}
-    for name in (path, "heuristic", "rule", "random", "longer", "grid 1"):
-        assert hosts >= {(name, price, cell, seed) for price in (0.01, 0.3) for cell in range(2) for seed in range(2)}
-    assert {row["contestant"] for row in result["rows"]} >= {path, "never", "early", "blind", "tuned", "grid"}
-
-
-def test_progress_of_a_comparison_is_one_changing_line_on_a_terminal_and_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    for stream, expected in ((io.StringIO(), ["first  5 decisions", "second  7 decisions"]), (Terminal(), ["second  7 decisions"])):
-        with CompareProgress(stream) as progress:
-            for what, decisions in (("first", 2), ("first", 3), ("second", 2)):
-                progress.add(what, decisions)
-        ends = [line for line in stream.getvalue().splitlines() if any(text in line for text in expected)]
-        assert len(ends) >= len(expected)
-    assert "first  2 decisions" in stream.getvalue()
-
-
 # Growing with a trained controller
 
 
 @pytest.fixture
 def eager(tmp_path: Path) -> Path:
     """A controller that grows whenever it can."""
-    network = MoveNetworkConfig(temperature=1.0)
-    policy = make_policy(network, NetworkConfig(hidden_size=8), generator=torch.Generator().manual_seed(0))
-    assert isinstance(policy.actor, MoveActor)
-    with torch.no_grad():
-        policy.actor.correction.bias[1:] = 9.0
     (tmp_path / "mine").mkdir()
-    save_controller(tmp_path / "mine/controller.safetensors", policy)
-    return tmp_path / "mine/controller.safetensors"
+    return eager_file(tmp_path / "mine", "controller.safetensors")
 
 
 GROW = ["--task", "digits", "--threads", "1", "--device", "cpu", "--holding-epochs", "1", "--blueprints", "norm", "widen_100"]
@@ -450,11 +390,11 @@ def test_a_run_resumes_with_the_controller_it_was_started_with(eager: Path, tmp_
 
 def as_of_another_layout(path: Path) -> None:
     tensors, metadata = read_tensors(path)
-    write_tensors(path, tensors, {name: text.replace(LAYOUT_VERSION, "0-00000000") for name, text in metadata.items()})
+    write_tensors(path, tensors, {name: text.replace(VERSION, "0-00000000") for name, text in metadata.items()})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["grow --controller", "grow --dry-run --controller", "controller compare --controllers"])
+@pytest.mark.parametrize("command", ["grow --controller", "grow --dry-run --controller", "controller train --start"])
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -508,7 +448,7 @@ def test_a_run_with_the_shipped_controller_goes_on_with_it_after_another_one_is_
     assert story.started.controller == "learned"
     assert all(epoch.decision for epoch in story.epochs)
     (tmp_path / "newer").mkdir()
-    save_controller(tmp_path / "newer/learned.safetensors", ValueModel(width=16, members=3))
+    eager_file(tmp_path / "newer", "learned.safetensors")
     monkeypatch.setattr("esper.controller.trained.files", lambda package: tmp_path / "newer")
     assert main(["grow", "--resume", "--run", "run", "--epochs", "3"]) == 0
     assert load(GrowTaskConfig, tmp_path / "run/grow.toml").budget == GrowthConfig().budget
@@ -530,7 +470,7 @@ def test_the_card_of_the_shipped_controller_has_its_figures_and_its_text(capsys:
 def test_the_card_of_a_file_has_no_text_of_the_shipped_one(eager: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["controller", "card", "mine/controller.safetensors"]) == 0
     shown = capsys.readouterr().out
-    assert "policy with LSTM memory of width 8" in shown
+    assert "policy with LSTM memory of width 12" in shown
     assert "# The learned controller" not in shown
 
 
@@ -557,7 +497,7 @@ def test_a_folder_is_not_taken_for_a_controller_file(eager: Path, capsys: pytest
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command", ["controller card", "controller compare --controllers learned", "grow --task digits --controller learned"]
+    "command", ["controller card", "controller train --start learned --run new", "grow --task digits --controller learned"]
 )
 def test_a_shipped_controller_that_is_lost_is_explained(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -84,7 +84,7 @@ def test_a_command_names_the_kind_of_a_run_that_it_does_not_take(given: str, com
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("argv", [["grow", "--task", "digits", "--controller", "./x"], ["controller", "compare", "--controllers", "./x"]])
+@pytest.mark.parametrize("argv", [["grow", "--task", "digits", "--controller", "./x"], ["controller", "card", "./x"]])
 def test_a_folder_in_place_of_a_controller_file_is_refused_with_the_file_inside(
     given: str, argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,7 +50,7 @@ def make_loaders():
 LONG = {
     "grow": ["--model", "slowcode:make_model", "--data", "slowcode:make_loaders", "--epochs", "50", "--device", "cpu"],
     "ppo train": ["cue", *PPO, "--num-steps", "65536", "--bptt-length", "16", "--total-steps", "10000000"],
-    "controller train": [*CONTROLLER, "--num-steps", "600", "--rounds", "100"],
+    "controller train": [*CONTROLLER, "--samples-of-a-life", "400000", "800000", "--rounds", "100"],
     "arena train": [*arena_runs.OPTIONS, "--num-steps", "2000", "--total-steps", "10000000"],
 }
 
@@ -163,7 +163,6 @@ TAKE_A_RUN = {
     "grow --controller": ["grow", "--task", "digits", "--epochs", "1", "--controller", f"./{LONG_NAME}", "--run"],
     "grow --config": ["grow", "--task", "digits", "--config"],
     "controller train": ["controller", "train", *CONTROLLER, "--rounds", "1", "--run"],
-    "controller compare": ["controller", "compare", "--cells", "1", "--config"],
     "arena train": ["arena", "train", *arena_runs.OPTIONS, "--total-steps", "40", "--run"],
     "arena eval": ["arena", "eval"],
     "arena eval --replay": ["arena", "match", "weak", "weak", "--battles", "2", "--replay"],

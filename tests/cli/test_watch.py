@@ -33,7 +33,7 @@ from esper.runs.sections import CHARTS, SYSTEM
 from tests.replays import staged_battle
 from tests.runs.made import made_growth, made_ppo
 from tests.runs.test_analysis import some_analysis
-from tests.runs.test_report import host_ended, make_run, round_ended, updates
+from tests.runs.test_report import host_ended, make_run, round_ended, shown_seed, updates
 
 CALIBRATION = {"predicted": [0.0, 1.0], "achieved": [0.1, 0.8], "low": [0.0, 0.6], "high": [0.2, 1.0], "steps": [50, 50]}
 LONG = "encoder.layers.11.feed_forward.second"  # the name of a slot
@@ -78,11 +78,10 @@ def make_all(root: Path) -> None:
     grown = make_run(root / "grown", "growth", growth_events())
     write_analysis(grown, some_analysis())
     label(grown, add=["baseline"], note="the first one")
-    entered = {"kind": "stage_entered", "time": 15.0, "env": 0, "epoch": 1, "slot": "conv1", "number": 1, "blueprint": "mlp"}
-    entered["stage"] = "GERMINATED"
-    hosts = [host_ended(number, env, rent="low", seed=env, utility=0.1 * env) for number in (1, 2) for env in (0, 1)]
+    told = {"seeds": [shown_seed((1, "GERMINATED", "the policy chose it"))], "others": ["germinate conv1 mlp instead of wait"]}
+    hosts = [host_ended(number, env, rent="low", seed=env, utility=0.1 * env, **told) for number in (1, 2) for env in (0, 1)]
     calibration = {"kind": "calibration", "step": 100, **CALIBRATION}
-    events = [*updates(3), round_ended(100, "digits", 0.3), {**entered, "reason": "the policy chose it"}, *hosts, calibration]
+    events = [*updates(3), round_ended(100, "digits", 0.3), *hosts, calibration]
     make_run(root / "controller", "controller", events)
     fought = {"results": {"strong": [5, 10, 5]}, "opponents": [], "team": 2, "overflow": 0, "reward": {"kill": 0.5}, "update": 1}
     changed = {"update": 2, "name": "p1", "is_promoted": True, "reason": "it is the first", "retired": [], "against": {}}
@@ -109,7 +108,8 @@ PARTS = {
     "controller": [
         "utility per round, by rent", "utility per round, by cell", "digits · 5-10", "hosts of round 2", "gain and rent: gain",
         "decisions by kind: wait", "explained variance", "entropy by head", "KL divergence", "the critic predicts", "0.8000 [0.6000, 1]",
-        "blueprints", "mlp", "the policy chose it", "seeds grown and kept", "samples per second",
+        "blueprints", "mlp", "the policy chose it", "seeds grown and kept", "lives per second",
+        "Not as advised: germinate conv1 mlp instead of wait", "share of lives decided as advised",
     ],
     "arena": [
         "win rate: strong", "parts of the reward", "ratings of the league", "evaluation-step-200", "wins", "50.0% [29.9%, 70.1%]",

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from esper.controller.config import BLUEPRINTS, WIDENINGS
 from esper.gradients import GradientStats
 from esper.growth.config import LifecycleConfig, RentConfig
 from esper.growth.host.layout import Place
@@ -16,6 +15,8 @@ from esper.growth.lifecycle.stages import OCCUPIED, Candidate, Contribution, Cos
 from esper.statistics import Interval
 from tests.growth.builders import seed_record
 
+WIDENINGS = ("widen_100", "widen_300", "widen_700")
+BLUEPRINTS = (*WIDENINGS, "double_conv3x3", "mlp", "norm")
 RULES = LifecycleConfig(holding_epochs=2)
 HOST = Cost(parameters=2_000, flops=100_000)
 SMALL = Candidate("conv1x1", Cost(72, 4_000), rent=0.0004, load=1.1)

@@ -1,19 +1,25 @@
-"""Policies of controllers with weights that are not those of birth."""
+"""Policies of controllers, for tests: new ones, and some with weights that are not those of birth."""
 
 from __future__ import annotations
 
 import torch
 
-from esper.controller.config import MoveNetworkConfig
-from esper.controller.network import make_policy
+from esper.controller.config import StepNetworkConfig
+from esper.controller.policy import SIZES, Sizes, make_policy
 from esper.rl.config import NetworkConfig
 from esper.rl.policy import Policy
 
-NETWORK = MoveNetworkConfig(members=3, width=16, summary_width=16, temperature=0.2)
+NETWORK = StepNetworkConfig(width=16)
+MEMORY = NetworkConfig(hidden_size=12)
+
+
+def new_policy(*, trust: float = 4.0, memory: NetworkConfig = MEMORY, sizes: Sizes = SIZES, seed: int = 0) -> Policy:
+    network = StepNetworkConfig(width=NETWORK.width, trust=trust)
+    return make_policy(network, memory, sizes, generator=torch.Generator().manual_seed(seed)).eval()
 
 
 def perturbed_policy(policy: Policy, seed: int = 1) -> Policy:
-    """Perturb all weights of a policy: corrections of zero would hide mistakes."""
+    """Perturb all weights of a policy: logits near zero would hide mistakes."""
     draws = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in policy.parameters():
@@ -21,5 +27,6 @@ def perturbed_policy(policy: Policy, seed: int = 1) -> Policy:
     return policy
 
 
-def trained_policy(memory: NetworkConfig = NetworkConfig(hidden_size=12)) -> Policy:  # noqa: B008 — frozen
-    return perturbed_policy(make_policy(NETWORK, memory, generator=torch.Generator().manual_seed(0)))
+def trained_policy(memory: NetworkConfig = MEMORY, *, sizes: Sizes = SIZES) -> Policy:
+    """Return a policy that decides otherwise than its advisor, also by its likeliest steps."""
+    return perturbed_policy(new_policy(trust=0.0, memory=memory, sizes=sizes))

@@ -15,12 +15,11 @@ from torch.nn.functional import cross_entropy
 import esper
 from esper.config import load_saved
 from esper.controller import trained
-from esper.controller.config import BLUEPRINTS, DomainConfig, MoveNetworkConfig
+from esper.controller.config import DomainConfig, GainsConfig
 from esper.controller.description import ControllerError, card, read_description
-from esper.controller.layout import LAYOUT_VERSION
+from esper.controller.features import VERSION
 from esper.controller.learned import Learned, load_controller, save_controller
-from esper.controller.tokens import VERSION
-from esper.controller.value import ValueModel
+from esper.controller.turn import OPS
 from esper.growth.config import BudgetConfig, GrowthConfig, LifecycleConfig, TrainingConfig
 from esper.growth.events import EpochEnded
 from esper.growth.grower import Grower
@@ -28,20 +27,19 @@ from esper.growth.host.slotted import add_slots
 from esper.rl.config import NetworkConfig
 from esper.runs import Event, read_tensors, write_tensors
 from esper.tasks import load_task
-from tests.controller.policies import NETWORK, trained_policy
+from tests.controller.hosts import BLUEPRINTS
+from tests.controller.policies import new_policy, trained_policy
+from tests.controller.test_branches import gains_of
 from tests.growth.builders import SLOTS, make_data, make_host
 
 
-def eager_file(folder: Path) -> Path:
-    """Write a value model that expects a gain of every move, the more the larger its seeds are."""
-    model = ValueModel(width=16, members=3, generator=torch.Generator().manual_seed(0))
+def eager_file(folder: Path, name: str = "eager.safetensors") -> Path:
+    """Write a policy that grows as soon and as often as it may, whatever is advised."""
+    policy = new_policy(trust=0.0)
     with torch.no_grad():
-        for bias in model.biases:
-            bias.fill_(1.0)
-        model.gain_scale.fill_(10.0)
-        model.weights[-1].abs_()
-    save_controller(folder / "eager.safetensors", model)
-    return folder / "eager.safetensors"
+        policy.get_submodule("actor.op.2").bias[OPS.index("germinate")] = 9.0  # type: ignore[index, operator]
+    save_controller(folder / name, policy)
+    return folder / name
 
 
 # The shipped file
@@ -55,9 +53,11 @@ def test_the_shipped_controller_is_a_resource_of_the_package_and_small() -> None
 
 
 def test_the_shipped_controller_has_the_layout_of_this_version() -> None:
-    """After a change of the observations or moves, a new one has to be trained and shipped."""
+    """After a change of the observations or steps, a new one has to be trained and shipped."""
     assert read_description(trained.file_of("learned")).layout == VERSION
-    assert all(weight.isfinite().all() for weight in trained.load_learned(GrowthConfig()).trained.state_dict().values())
+    learned = trained.load_learned(GrowthConfig())
+    assert learned.ensemble is not None
+    assert all(weight.isfinite().all() for weight in learned.ensemble.parameters())
 
 
 def test_a_replaced_file_is_the_shipped_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,17 +98,18 @@ def test_a_given_config_holds_as_it_is() -> None:
     assert grower("learned", config).config is config
 
 
-def test_a_trained_controller_makes_only_the_moves_that_the_settings_allow(tmp_path: Path) -> None:
+def test_a_trained_controller_takes_only_the_steps_that_the_settings_allow(tmp_path: Path) -> None:
     rules = LifecycleConfig(holding_epochs=1)
     grown = {}
-    for name, config in {"any": None, "norms": GrowthConfig(blueprints=("norm",), lifecycle=rules)}.items():
+    wide = GrowthConfig(blueprints=BLUEPRINTS[:3], lifecycle=rules)
+    for name, config in {"wide": wide, "norms": GrowthConfig(blueprints=("norm",), lifecycle=rules)}.items():
         controller = load_controller(eager_file(tmp_path))
         result = esper.grow(make_host(), make_data(), make_data(seed=2), cross_entropy, epochs=6, controller=controller, config=config)
         grown[name] = {entry.blueprint for entry in result.ledger.seeds}
         assert not result.ledger.refused
     assert grown["norms"] == {"norm"}
-    assert grown["any"]
-    assert grown["any"] <= set(BLUEPRINTS) - {"norm"}
+    assert grown["wide"]
+    assert {name.removesuffix("_chain") for name in grown["wide"]} <= set(BLUEPRINTS[:3])
 
 
 def test_a_run_of_a_trained_controller_keeps_the_settings_of_the_user(tmp_path: Path) -> None:
@@ -152,11 +153,9 @@ assert make_controller("learned", GrowthConfig()).name == "learned"
 
 INFO = {
     "cells": 120,
-    "moves": 4_000,
+    "branches": 4_000,
     "domain": msgspec.to_builtins(DomainConfig(sources=("digits", "text"), samples=(256, 4_096))),
-    "blind": {"0.003": "widen_300 at 0", "0.1": "never"},
-    "r2_in_unseen_cells": 0.4567,
-    "calibration": 1.25,
+    "share_of_hosts": 0.4567,
     "seed": 7,
     "stopped_by": "hand",
 }
@@ -168,46 +167,64 @@ def lines_of(path: Path) -> dict[str, str]:
     return {first.strip(): rest.strip() for first, _, rest in (line.partition("  ") for line in lines)}
 
 
-def test_the_card_of_a_value_model_shows_what_its_file_knows(tmp_path: Path) -> None:
-    path = tmp_path / "value.safetensors"
-    save_controller(path, ValueModel(width=16, members=3), INFO, network=MoveNetworkConfig(caution=0.5))
+def test_the_card_of_an_ensemble_shows_what_its_file_knows(tmp_path: Path) -> None:
+    path = tmp_path / "ensemble.safetensors"
+    save_controller(path, info=INFO, ensemble=gains_of(0.1), gains=GainsConfig(caution=0.5))
     shown = lines_of(path)
-    assert shown["what"] == "value model, 3 members of width 16; a move must be ahead by 0.5 standard errors"
+    assert shown["what"] == "the heuristic, or another step where 8 networks of width 4 are sure of it by 0.5 standard deviations"
     assert shown["file"] == f"{path}, {path.stat().st_size:,} bytes"
-    assert shown["layout"] == f"{LAYOUT_VERSION}, written by esper {esper.__version__}"
+    assert shown["layout"] == f"{VERSION}, written by esper {esper.__version__}"
     assert shown["trained on sources"] == "digits, text"
     assert shown["trained on samples"] == "256 to 4,096"
-    assert (shown["cells"], shown["moves"], shown["seed"]) == ("120", "4,000", "7")
-    assert (shown["R² in unseen cells"], shown["calibration"], shown["stopped by"]) == ("0.4567", "1.2500", "hand")
-    assert (shown["price of rent"], shown["0.003"], shown["0.1"]) == (
-        "best constant plan in the training cells",
-        "widen_300 at 0",
-        "never",
-    )
+    assert (shown["cells"], shown["branches"], shown["seed"]) == ("120", "4,000", "7")
+    assert (shown["share of hosts"], shown["stopped by"]) == ("0.4567", "hand")
     assert all(f"trained on {name.replace('_', ' ')}" in shown for name in DomainConfig.__struct_fields__)
 
 
-def test_the_card_of_a_policy_names_its_memory_and_nothing_that_its_file_does_not_know(tmp_path: Path) -> None:
+SEES = "which sees what would be done by the heuristic"
+
+
+@pytest.mark.parametrize(
+    ("memory", "has_ensemble", "what"),
+    [
+        (
+            NetworkConfig(core="gru", hidden_size=12),
+            False,
+            "policy with GRU memory of width 12, which sees what would be done by the heuristic",
+        ),
+        (NetworkConfig(core="none"), False, f"policy without memory, {SEES}"),
+        (
+            NetworkConfig(hidden_size=12),
+            True,
+            f"policy with LSTM memory of width 12, {SEES}, or another step where 8 networks of width 4 are sure of it",
+        ),
+    ],
+    ids=["gru", "none", "both"],
+)
+def test_the_card_of_a_policy_names_its_memory_and_nothing_that_its_file_does_not_know(
+    memory: NetworkConfig, has_ensemble: bool, what: str, tmp_path: Path
+) -> None:
     path = tmp_path / "policy.safetensors"
-    save_controller(path, trained_policy(NetworkConfig(core="gru", hidden_size=12)), {"run": "first"})
+    ensemble = {"ensemble": gains_of(0.1), "gains": GainsConfig(caution=0.0)} if has_ensemble else {}
+    save_controller(path, trained_policy(memory), {"run": "first"}, **ensemble)
     shown = lines_of(path)
-    assert shown["what"] == f"policy with GRU memory of width 12, from a value model of {NETWORK.members} members of width {NETWORK.width}"
+    assert shown["what"] == what
     assert shown["run"] == "first"
     assert shown.keys() == {"controller policy.safetensors", "what", "file", "sha256", "layout", "run"}
 
 
 def test_a_card_has_no_control_characters_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "value.safetensors"
-    save_controller(path, ValueModel(width=16, members=3), {"note": "\x1b[31mred\x07"})
+    path = tmp_path / "ensemble.safetensors"
+    save_controller(path, info={"note": "\x1b[31mred\x07"}, ensemble=gains_of(0.1))
     assert "\x1b" not in card(path, read_description(path))
     assert lines_of(path)["note"] == "[31mred"
 
 
 def test_a_file_of_another_layout_has_a_card_but_cannot_be_used(tmp_path: Path) -> None:
-    path = tmp_path / "value.safetensors"
-    save_controller(path, ValueModel(width=16, members=3))
+    path = tmp_path / "policy.safetensors"
+    save_controller(path, trained_policy())
     tensors, metadata = read_tensors(path)
-    write_tensors(path, tensors, {name: text.replace(LAYOUT_VERSION, "0-00000000") for name, text in metadata.items()})
+    write_tensors(path, tensors, {name: text.replace(VERSION, "0-00000000") for name, text in metadata.items()})
     assert lines_of(path)["layout"].startswith("0-00000000, ")
     with pytest.raises(ControllerError, match="has layout 0-00000000"):
         load_controller(path)

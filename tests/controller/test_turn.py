@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from esper.controller.tokens import ADVICE, HOST_WIDTH, OPTION, TARGET, TURN, observe, stacked
+from esper.controller.features import ADVICE, HOST_WIDTH, OPTION, TARGET, TURN, observe, stacked
 from esper.controller.turn import LOOK, OPS, WAIT, Step, Turn, steps_of, targets_of
 from esper.fleet import Fleet, FleetConfig, HostConfig
 from esper.growth.config import GrowthConfig, RentConfig

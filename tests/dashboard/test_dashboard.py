@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 import esper
 from esper.cli.main import main
 from esper.config import save
-from esper.controller.config import ControllerConfig, DomainConfig, MoveNetworkConfig
+from esper.controller.config import ControllerConfig, DomainConfig, StepNetworkConfig
 from esper.controller.training import train_controller
 from esper.dashboard.data import POINTS, Watcher, name_in_address
 from esper.experiment.config import GrowTaskConfig
@@ -90,8 +90,8 @@ def controller_config() -> ControllerConfig:
         ),
         fleet=FleetConfig(validation_samples=50, validation_batch=25),
         growth=GrowthConfig(blueprints=("norm", "double_conv3x3"), lifecycle=LifecycleConfig(holding_epochs=1)),
-        network=MoveNetworkConfig(temperature=1.0),
-        ppo=msgspec.structs.replace(ControllerConfig().ppo, num_steps=8, num_epochs=1, num_minibatches=1),
+        network=StepNetworkConfig(width=8, trust=0.5),
+        ppo=msgspec.structs.replace(ControllerConfig().ppo, num_epochs=1, num_minibatches=1),
     )
 
 
@@ -329,12 +329,14 @@ def test_the_page_of_a_controller_equals_a_plain_loop_over_its_hosts(runs: Path,
     assert sum(row["hosts"] for row in controller["cells"]) == len(hosts)
     lives = watcher.hosts(name, controller["rounds"][-1])
     assert [life["env"] for life in lives] == list(range(HOSTS))
-    entered = [event for event in lines_of(runs / "controller") if event["kind"] == "stage_entered" and event["stage"] == "GERMINATED"]
     every = [life for number in controller["rounds"] for life in watcher.hosts(name, number)]
-    began = min(event["time"] for event in entered if event["env"] == 0)
     assert sum(len(life["seeds"]) for life in every) == sum(host["grown"] for host in hosts) > 0
-    assert every[0]["seeds"] == [] or every[0]["seeds"][0]["stages"][0]["stage"] == "GERMINATED"
-    assert began <= max(host["time"] for host in hosts)
+    for life, host in zip(every, hosts, strict=True):
+        assert (life["env"], life["others"]) == (host["env"], host["others"])
+        for seed, told in zip(life["seeds"], host["seeds"], strict=True):
+            assert [stage["stage"] for stage in seed["stages"]] == [stage["stage"] for stage in told["stages"]]
+            assert (seed["stages"][0]["stage"], seed["outcome"]) == ("GERMINATED", told["outcome"])
+    assert any(host["others"] for host in hosts)
     told = [event for event in lines_of(runs / "controller") if event["kind"] == "calibration"]
     assert sum(point["steps"] for point in page["calibration"]["points"]) == sum(sum(event["steps"]) for event in told) > 0
 
@@ -381,7 +383,7 @@ def test_the_terminal_shows_what_the_page_shows(
         "grown": ["mlp", "norm", "loss: training", "samples per second", "cores in use"],
         "controller": [
             "rent",
-            "decisions by kind: nothing",
+            "decisions by kind: wait",
             "digits · conv",
             "the critic predicts",
             "double_conv3x3",

@@ -82,7 +82,7 @@ TRAINERS = {
     "controller train": Trainer(
         ("controller", "train"),
         "--rounds 2 --source digits --families conv --domain.width 2 3 --blocks 1 1 --domain.batch-size 16 16 --samples-of-a-life 96 128"
-        " --fleets 1 --hosts 4 --horizon 3 4 --num-steps 4 --num-minibatches 2 --num-epochs 1 --hidden-size 8 --network.width 8 --members 2"
+        " --fleets 1 --hosts 4 --horizon 3 4 --num-minibatches 2 --num-epochs 1 --hidden-size 8 --network.width 8"
         " --checkpoint-every 1 --holding-epochs 1 --validation-samples 64 --growth.blueprints norm widen_100",
         "ppo",
         "ppo",

@@ -350,7 +350,7 @@ def test_an_update_learns_from_at_least_2048_steps_by_default():
     train, arena, controller = TrainConfig(env="cue"), ArenaTrainConfig(), ControllerConfig()
     assert train.num_envs * train.ppo.num_steps >= 2048
     assert arena.arena.battles * arena.arena.team_size * arena.ppo.num_steps >= 2048  # of one side alone
-    assert controller.hosts * controller.ppo.num_steps >= 2048
+    assert controller.hosts * 15 >= 2048  # decisions of a life in the mean
 
 
 def test_environments_on_another_device_cost_one_transfer_each_way_in_a_step(monkeypatch):

@@ -353,7 +353,9 @@ def of_self_play(seed: int) -> list[Anomaly]:
 
 
 def of_controller(seed: int) -> list[Anomaly]:
-    settings = msgspec.structs.replace(SMALL_CONTROLLER, rounds=6, ppo=msgspec.structs.replace(SMALL_CONTROLLER.ppo, seed=seed))
+    growth = msgspec.structs.replace(SMALL_CONTROLLER.growth, blueprints=("norm", "low_rank", "widen_100", "widen_300"))
+    learner = msgspec.structs.replace(SMALL_CONTROLLER.ppo, seed=seed)
+    settings = msgspec.structs.replace(SMALL_CONTROLLER, rounds=6, growth=growth, ppo=learner)
     with prepare_controller(settings) as (ppo, _):
         return anomalies_of(ppo, settings.rounds)
 

@@ -19,7 +19,7 @@ from esper.growth import Grower
 from esper.growth.lifecycle.stages import Fossilize, Germinate
 from esper.runs.cards import MARK, write_card
 from tests.growth.builders import Script, grow_small, make_host, make_loop
-from tests.runs.test_report import NASTY, make_run, updates
+from tests.runs.test_report import NASTY, make_run, round_ended, updates
 
 
 def test_the_card_of_a_policy_says_how_it_was_made_and_its_evaluation(tmp_path: Path) -> None:
@@ -42,6 +42,16 @@ def test_the_card_of_a_player_gives_its_win_rate(tmp_path: Path) -> None:
     assert path.name == "player.md"
     assert "- win rate of the best checkpoint: 62.5% in 128 battles" in path.read_text()
     assert "- state: not finished" in path.read_text()
+
+
+def test_the_card_of_a_controller_gives_its_utility_over_the_twins_under_its_advisor(tmp_path: Path) -> None:
+    path = write_card(make_run(tmp_path, "controller", [round_ended(100, "digits", 0.2), round_ended(200, "text", 0.4)]))
+    assert path is not None
+    text = path.read_text()
+    assert "trained by PPO on the lives of hosts: digits with 5 hosts, text with 5 hosts" in text
+    assert "- mean utility over the twins, last 2 fleets: +0.3000 (gain +0.4000, rent +0.1000)" in text
+    assert "the heuristic or an ensemble" in " ".join(text.split())
+    assert "esper controller compare" not in text
 
 
 def test_names_in_a_card_are_no_markup(tmp_path: Path) -> None:

@@ -96,7 +96,8 @@ def test_the_controller_is_that_of_the_latest_checkpoint_whenever_its_training_w
         controller = load_controller(copy / CONTROLLER)
         policy = open_store(copy).load("latest").state["ppo"]["policy"]
         assert controller.description.info["step"] == step
-        assert all(torch.equal(weight, policy[name]) for name, weight in controller._weights.items())
+        assert controller.policy is not None
+        assert all(torch.equal(weight, policy[name]) for name, weight in controller.policy.state_dict().items())
         steps.append(step)
     assert steps == sorted(steps)
     assert len(set(steps)) == 2, "some were killed before the second checkpoint, others between it and the controller"

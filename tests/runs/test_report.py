@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from esper.cli.main import main
+from esper.growth.lifecycle.ledger import SeedRecord, Step
+from esper.growth.lifecycle.stages import Stage
 from esper.intervals import wilson_interval
 from esper.replay_file import write_replay
 from esper.runs.catalog import open_run
@@ -93,12 +95,12 @@ def test_the_report_escapes_names_and_loads_nothing(tmp_path: Path) -> None:
     assert NASTY in unescape(page)
 
 
-def host_ended(number: int, env: int, *, rent: str, seed: int, utility: float, task: str = "digits") -> dict[str, Any]:
+def host_ended(number: int, env: int, *, rent: str, seed: int, utility: float, task: str = "digits", **more: list[Any]) -> dict[str, Any]:
     counts = {"gain": utility + 0.1, "rent": 0.1, "utility": utility, "grown": 1, "kept": 1, "rollbacks": 0}
     return {
         "kind": "host_ended", "step": 100 * number, "time": 10.0 * number, "env": env, "fleet": 0, "round": number, "task": task,
         "host": "5-10", "seed": seed, "horizon": 3, "rent_level": rent, "rent_parameters": 0.02, "val_losses": [2.0, 1.0, 0.5],
-        "twin_losses": [2.0, 1.5, 1.0], **counts,
+        "twin_losses": [2.0, 1.5, 1.0], **counts, **more,
     }  # fmt: skip
 
 
@@ -107,7 +109,7 @@ def round_ended(step: int, task: str, utility: float) -> dict[str, Any]:
     return {
         "kind": "round_ended", "step": step, "task": task, "host": "5-10", "horizon": 3, "hosts": 2, "gain": utility + 0.1, "rent": 0.1,
         "utility": utility, "worth": 0.0, "grown": 4, "kept": 1, "rollbacks": 0, "samples": 9, "blueprints": {"mlp": counts},
-        "decisions": {"wait": 7, "germinate": 4},
+        "decisions": {"wait": 7, "germinate": 4}, "alike": 0.25,
     }  # fmt: skip
 
 
@@ -126,7 +128,7 @@ def test_the_report_of_a_controller_run_shows_utility_by_rent_and_by_cell_with_i
     assert charts["Utility per round, by rent"] == {"low": ([1], [0.4]), "high": ([2, 3, 4], [-0.25, 0.25, 0.25])}
     assert charts["Utility per round, by cell"] == {"digits · 5-10": ([1], [0.4]), "text · 5-10": ([2, 3, 4], [-0.25, 0.25, 0.25])}
     half = 12.7062 * 0.1  # quantile of Student's distribution with one degree of freedom, times the standard error of two means
-    cells = ("3", f"+0.4000 [{0.4 - half:+.4f}, {0.4 + half:+.4f}]", "+0.4667", "0.1000", "1.00", "1.00")
+    cells = ("3", f"+0.4000 [{0.4 - half:+.4f}, {0.4 + half:+.4f}]", "+0.4667", "+0.1000", "1.00", "1.00")
     assert "<td>digits · 5-10</td>" + "".join(f'<td class="number">{value}</td>' for value in cells) in page
     assert page.count("<polygon") == 2, "in both charts, rounds 3 and 4 have a band"
     assert page.count('stroke-width="6"') == 2, "round 1 has an interval, but no neighbour that has one"
@@ -138,36 +140,35 @@ def test_the_report_of_a_controller_run_shows_fleets_decisions_and_blueprints(tm
     charts = charts_of(page)
     assert charts["Utility of a fleet"]["utility"] == ([1, 2, 3], [0.2, 0.4, 0.3]), "two fleets ended at one step"
     assert charts["Decisions by kind"] == {"wait": ([1, 2, 3], [7, 7, 7]), "germinate": ([1, 2, 3], [4, 4, 4])}
+    assert charts["Share of lives decided as advised"]["as advised"] == ([1, 2, 3], [0.25] * 3)
     assert charts["Entropy by head"]["action"][1] == [0.5] * 3
     assert charts["KL divergence"] == {"total": ([100, 200, 300], [0.01] * 3)}, "the only head equals the total"
-    assert "<strong>+0.3000</strong><span>utility, mean of the last 3 rounds</span>" in page
+    assert "<strong>+0.3000</strong><span>utility, mean of the last 3 fleets</span>" in page
     cells = (12, 3, 9, 0, 0, "–", 0, 100, "–", "–")  # tried, kept, pruned, rolled back, refused, gain, cells, parameters, FLOPs, per 1,000
     assert "<td>mlp</td>" + "".join(f'<td class="number">{value}</td>' for value in cells) in page
 
 
-def test_a_host_of_a_controllers_training_opens_to_the_stages_of_its_seeds(tmp_path: Path) -> None:
-    entered = [
-        {
-            "kind": "stage_entered",
-            "time": 5.0,
-            "env": 0,
-            "epoch": epoch,
-            "slot": "conv1",
-            "number": 1,
-            "blueprint": NASTY,
-            "stage": stage,
-            "reason": why,
-        }
-        for epoch, stage, why in ((1, "GERMINATED", "the policy chose it"), (3, "FOSSILIZED", f"it pays {NASTY}"))
-    ]
-    events = [round_ended(100, "digits", 0.3), *entered, host_ended(1, 0, rent="low", seed=7, utility=0.2)]
-    page = write_run_report(make_run(tmp_path, "controller", [*updates(1), *events])).read_text()
+def shown_seed(*stages: tuple[int, str, str], blueprint: str = "mlp") -> dict[str, Any]:
+    """Return a seed that was kept, as the event of its host tells it."""
+    seed = SeedRecord(1, "conv1", blueprint, "joint", born=1, reason="", parameters=9, flops=9, outcome="kept", ended=3)
+    seed.stages += [Step(epoch, Stage[stage], why) for epoch, stage, why in stages]
+    return seed.as_dict()
+
+
+def test_a_host_of_a_controllers_training_opens_to_the_stages_of_its_seeds_and_to_the_steps_that_were_not_advised(tmp_path: Path) -> None:
+    seeds = [shown_seed((1, "GERMINATED", "the policy chose it"), (3, "FOSSILIZED", f"it pays {NASTY}"), blueprint=NASTY)]
+    host = host_ended(1, 0, rent="low", seed=7, utility=0.2, seeds=seeds, others=[f"look instead of {NASTY}", "a", "a"])
+    wrong = host_ended(1, 1, rent="low", seed=7, utility=0.2, seeds=[{"stages": [1]}])
+    page = write_run_report(make_run(tmp_path, "controller", [*updates(1), round_ended(100, "digits", 0.3), host, wrong])).read_text()
     details = re.search(r"<details><summary><svg.*?</details>", page, flags=re.DOTALL)
     assert details is not None
-    text = unescape(re.sub(r"<[^>]*>", " ", details[0]))
-    assert f"3 seed 1: {NASTY} after conv1 fossilized it pays {NASTY}" in re.sub(r" +", " ", text)
-    assert "+0.2000 = gain over the twin +0.3000 − rent 0.1000" in text
+    text = re.sub(r" +", " ", unescape(re.sub(r"<[^>]*>", " ", details[0])))
+    assert f"3 seed 1: {NASTY} after conv1 fossilized it pays {NASTY}" in text
+    assert "+0.2000 = gain +0.3000 − rent +0.1000" in text
+    assert f"Not as advised: look instead of {NASTY}; a (2 times)." in text
     assert details[0].count("<polyline") == 2, "the host and its twin"
+    assert details[0].count("<circle") == 2
+    assert "The log has no stages of its seeds." in page
     assert page.count("<script") == 1
 
 

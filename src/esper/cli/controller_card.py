@@ -11,8 +11,7 @@ from esper.cli.command import CommandError, CommandResult
 from esper.cli.parse import parse
 from esper.config import Config
 
-DESCRIPTION = """Shows the card of a controller: what decides, what it was trained on, how well it predicts in cells that it has not
-seen, and the best constant plans in its training cells.
+DESCRIPTION = """Shows the card of a controller: what decides, what it was trained on, and the figures of its training.
 
   esper controller card                                      the controller of esper grow --controller learned
   esper controller card runs/first/controller.safetensors    a controller of your own"""

@@ -19,35 +19,37 @@ from esper.rl.events import Collected, Update
 from esper.rl.run_setup import RunStarted
 from esper.runs import EventRecord, read
 from esper.runs.folder import EVENTS
+from esper.runs.sections import per_second
 from esper.text_table import duration
 
 _RECENT_FLEETS = 10  # fleets whose results are shown
 
 
 class RecentHosts(NamedTuple):
-    """Results of the last hosts: means in nats of validation loss, and counts of their seeds."""
+    """Results of the last hosts: means in nats of validation loss, in comparison with their twins, and counts of their seeds."""
 
     hosts: int
     utility: float  # gain minus rent
-    gain: float  # over the twin that never grows
-    rent: float
+    gain: float  # over the twin, which is decided for as the policy is advised
+    rent: float  # more than that of the twin
     grown: int
     kept: int
+    alike: float  # share that was decided as advised
 
     def in_words(self) -> str:
         if not self.hosts:
             return "no host has come to its end yet"
-        nats = f"utility {self.utility:+.4f} (gain {self.gain:+.4f}, rent {self.rent:.4f})"
-        return f"{nats}  {self.grown} seeds grown, {self.kept} kept  in {self.hosts} hosts"
+        nats = f"utility {self.utility:+.4f} (gain {self.gain:+.4f}, rent {self.rent:+.4f})"
+        return f"{nats}  {self.grown} seeds grown, {self.kept} kept  in {self.hosts} hosts, {self.alike:.0%} decided as advised"
 
 
 class ControllerProgress(ppo_progress.PPOProgress):
-    """Progress of training a controller. A round is an update of the learner; fleets end independently of rounds."""
+    """Progress of training a controller. A round of lives, in one or several fleets, ends in an update of the learner."""
 
     def __init__(self) -> None:
         super().__init__()
         self._ended: deque[RoundEnded] = deque(maxlen=_RECENT_FLEETS)
-        self._collected: Collected | None = None  # the latest decision, if its round has not ended
+        self._collected: Collected | None = None  # the latest fleet whose lives have ended, if its round has not
         self._first: tuple[float, int] | None = None  # time and step of the first one of this session
 
     def take(self, record: EventRecord) -> bool:
@@ -65,13 +67,13 @@ class ControllerProgress(ppo_progress.PPOProgress):
 
     @property
     def share(self) -> float:
-        """Return the share of training that is done, by decisions."""
-        by_decisions = 0.0 if self.started is None or self._collected is None else self._collected.step / self.started.total_steps
-        return max(super().share, by_decisions)
+        """Return the share of training that is done, by lives."""
+        by_lives = 0.0 if self.started is None or self._collected is None else self._collected.step / self.started.total_steps
+        return max(super().share, by_lives)
 
     @property
     def seconds_left(self) -> float:
-        """Return the time that is left, by the speed of the rounds or, in the first one of a session, of its decisions."""
+        """Return the time that is left, by the speed of the rounds or, in the first one of a session, of its fleets."""
         if self.started is None or self._collected is None or self._first is None:
             return super().seconds_left
         began, step = self._first
@@ -87,22 +89,23 @@ class ControllerProgress(ppo_progress.PPOProgress):
     @property
     def rounds(self) -> str:
         assert self.started is not None
-        if self.update is None and self._collected is None:  # no decision was made, or the telemetry is off
+        if self.update is None and self._collected is None:  # no life has ended, or the telemetry is off
             return "some rounds"
         done = 0 if self.update is None else self.update.update
         count = -(-self.started.total_steps // self.started.steps_per_update)
         if self._collected is None:
             return f"round {done}/{count}"
-        return f"round {done + 1}/{count}, decision {self._collected.done}/{self._collected.of}"
+        return f"round {done + 1}/{count}, life {self._collected.done}/{self._collected.of}"
 
     @property
     def recent(self) -> RecentHosts:
         hosts = sum(end.hosts for end in self._ended)
-        utility, gain, rent = (
+        utility, gain, rent, alike = (
             sum(getattr(end, name) * end.hosts for end in self._ended) / hosts if hosts else math.nan
-            for name in ("utility", "gain", "rent")
+            for name in ("utility", "gain", "rent", "alike")
         )
-        return RecentHosts(hosts, utility, gain, rent, sum(end.grown for end in self._ended), sum(end.kept for end in self._ended))
+        grown, kept = sum(end.grown for end in self._ended), sum(end.kept for end in self._ended)
+        return RecentHosts(hosts, utility, gain, rent, grown, kept, alike)
 
     @property
     def memory_per_host(self) -> int:
@@ -116,14 +119,14 @@ class ControllerProgress(ppo_progress.PPOProgress):
 
     @property
     def samples_per_second(self) -> float:
-        """Return the samples that hosts and twins train on per second: decisions per second, times the samples of a decision."""
-        steps = sum(end.steps for end in self._ended)
-        return self.rate.value * sum(end.samples for end in self._ended) / steps if steps else math.nan
+        """Return the samples that hosts and twins train on per second: lives per second, times the samples of a life."""
+        lives = sum(end.hosts for end in self._ended)
+        return self.rate.value * sum(end.samples for end in self._ended) / lives if lives else math.nan
 
     @property
     def speed(self) -> str:
         samples = self.samples_per_second
-        return f"{self.rate.value:,.0f} decisions/s  {f'{samples:,.0f}' if samples == samples else '?'} samples/s"
+        return f"{per_second(self.rate.value)} lives/s  {f'{samples:,.0f}' if samples == samples else '?'} samples/s"
 
     @property
     def health(self) -> str:
@@ -143,7 +146,7 @@ class ControllerProgress(ppo_progress.PPOProgress):
         if self.update is None:
             return {}
         learner = {name: getattr(self.update, name) for name in ("entropy", "explained_variance", "clip_fraction")}
-        speed = {"decisions_per_second": self.rate.value, "samples_per_second": self.samples_per_second}
+        speed = {"lives_per_second": self.rate.value, "samples_per_second": self.samples_per_second}
         recordings = sum(end.recordings for end in self._ended)
         device = {"memory_per_host": self.memory_per_host, "kernels": self.kernels, "recordings": recordings}
         return {"rounds": self.update.update, **self.recent._asdict(), **learner, **speed, **device}
@@ -153,8 +156,8 @@ class ControllerProgress(ppo_progress.PPOProgress):
             return super().notice(record)
         started = record.event
         rounds = -(-started.total_steps // started.steps_per_update)
-        what = f"a controller of {started.parameters:,} parameters, for {started.num_envs} hosts at once on {started.device}"
-        return f"{what}: {rounds} rounds of {started.steps_per_update:,} decisions; Ctrl-C stops after the round"
+        what = f"a controller of {started.parameters:,} parameters, whose hosts train on {started.device}"
+        return f"{what}: {rounds} rounds of {started.steps_per_update:,} lives; Ctrl-C stops after the round"
 
     def line(self) -> str:
         learned = "" if self.update is None else f"entropy {self.entropy}  {self.health}  {self.speed}  "

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from esper.cli.command import CommandResult, failures, how_to_resume, in_group, print_profile, show_plan
+from esper.cli.command import CommandError, CommandResult, failures, how_to_resume, in_group, print_profile, show_plan
 from esper.cli.parse import gather_option, parse, saved_config, settings_of, train_defaults
 from esper.config import NonNegativeInt
-from esper.controller.config import ControllerConfig
+from esper.controller.config import QUICK, ControllerConfig
 from esper.runs.foreign import quoted
 from esper.runs.signals import StopSignals
 
@@ -33,6 +33,8 @@ class ControllerArguments(ControllerConfig):
     """go on with the run in --run, as it was configured; --rounds may ask for more"""
     profile: NonNegativeInt = 0
     """profile this many updates after a warm-up: a trace in the run folder and a table of the shares of time; 0: none"""
+    quick: _Flag = False
+    """begin with the settings of a training of minutes: short trainings of small hosts on digits"""
     dry_run: _Flag = False
     """say what would be done, and touch nothing"""
 
@@ -53,14 +55,18 @@ def train_words(argv: list[str]) -> list[str]:
 
 DESCRIPTION = """Trains a controller, which decides when and how networks grow, and keeps everything in a run folder.
 
-  esper controller train --start value.safetensors --hosts 64 --rounds 100
+  esper controller train --rounds 100
+  esper controller train --quick                        a curve that rises, in minutes on two cores
   esper grow --task digits --controller runs/controller-.../controller.safetensors
 
-It decides for many small networks at once, drawn anew again and again: data, label noise, architecture, size, optimiser, length and rent
-differ (--domain.*); what a domain leaves out is held out. Each network is compared with a twin with the same first weights and data that
-never grows; the controller is paid what growing gained at the best validation state, less the rent. In a round it makes --num-steps
-decisions for each host, and then learns from them. Ctrl-C stops after the round, which may take minutes, with a checkpoint; a second one
-stops at once. Every decision is shown, and a checkpoint is written before the first one and then once a minute.
+A round is the whole lives of --hosts small networks, drawn anew each time: data, label noise, architecture, size, optimiser, length and
+rent differ (--domain.*); what a domain leaves out is held out. Each network is compared with a twin that has the same first weights and
+data, and grows as the policy is advised. The policy begins by doing the same. It is paid, at the end of a life, for a lower validation loss
+and rent than the twin's, and then learns from all lives of the round by PPO.
+
+The advice is that of the heuristic; with --start learned or --start FILE, that of the ensemble in the controller file, if it has one, and
+the training goes on from its policy, if it has one. A checkpoint is written after every --checkpoint-every rounds and after the last one,
+and with it the controller file. Ctrl-C stops with a checkpoint after the round, which may take minutes; a second one stops at once.
 
 Values come from the defaults, then from --config FILE.toml, then from the command line. The path of an option may be left out where its
 last name is unique: --label-noise for --domain.label-noise; --source, once for each, stands for --domain.sources, and --seed for
@@ -76,12 +82,21 @@ def run(argv: list[str], prog: str) -> CommandResult:
         ControllerArguments,
         words,
         prog,
-        default=train_defaults(ControllerArguments, ControllerConfig, words, saved=partial(saved_config, ControllerConfig, "controller")),
+        default=_defaults(words),
         description=DESCRIPTION,
     )
     config = arguments.settings()
     with in_group(config.device) as group:
         return _dry_run(config, group) if arguments.dry_run else _train(config, arguments, group)
+
+
+def _defaults(words: list[str]) -> ControllerArguments:
+    """Return the values that the options start from: those of `--quick`, a resumed run, a TOML file, or the defaults."""
+    if "--quick" not in words:
+        return train_defaults(ControllerArguments, ControllerConfig, words, saved=partial(saved_config, ControllerConfig, "controller"))
+    if other := next((word for word in words if word in ("--resume", "--config")), None):
+        raise CommandError(f"--quick is for new runs; leave {other} out, or --quick")
+    return ControllerArguments(**{name: getattr(QUICK, name) for name in ControllerConfig.__struct_fields__})
 
 
 def _dry_run(config: ControllerConfig, group: Group) -> CommandResult:
@@ -93,7 +108,7 @@ def _dry_run(config: ControllerConfig, group: Group) -> CommandResult:
             "device": str(ppo.device),
             "parameters": count_parameters(ppo.policy),
             "rounds": config.rounds,
-            "decisions_per_round": ppo.steps_per_update,
+            "lives_per_round": ppo.steps_per_update,
             "fleets": min(config.fleets, config.hosts),
         }
     return show_plan(config, plan)
@@ -108,7 +123,7 @@ def _train(config: ControllerConfig, arguments: ControllerArguments, group: Grou
     from esper.rl.training import shared_folder
 
     with shared_folder(arguments.run, "controller", group) as folder:
-        stop = StopSignals("round of decisions, which may take minutes")
+        stop = StopSignals("round of lives, which may take minutes")
         options: dict[str, Any] = {
             "sinks": [progress_sink(ControllerProgress())],
             "should_stop": stop.was_asked,
@@ -131,7 +146,7 @@ def _print_summary(result: RunResult, controller: Path, progress: ControllerProg
     if result.status == "had finished":
         print(f"{folder} had already finished its {config.rounds} rounds; ask for more with --rounds")
     else:
-        print(f"{result.status} after {progress.rounds}, {result.step:,} decisions, in {result.seconds:.1f} s")
+        print(f"{result.status} after {progress.rounds}, {result.step:,} lives, in {result.seconds:.1f} s")
     print(f"the last hosts   {progress.recent.in_words()}")
     if progress.memory_per_host:
         print(f"memory           up to {in_words(progress.memory_per_host)} for a host")
@@ -150,7 +165,7 @@ def _as_json(result: RunResult, controller: Path, progress: ControllerProgress) 
         "status": result.status,
         "run": str(result.folder),
         "controller": str(controller),
-        "decisions": result.step,
+        "lives": result.step,
         "seconds": round(result.seconds, 3),
         "mean_return": result.mean_return,
         **progress.figures(),

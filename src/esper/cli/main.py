@@ -44,7 +44,6 @@ COMMANDS = {
     "report": Command("esper.cli.report", "write the report of a run of any kind as one page"),
     "grow report": Command("esper.cli.grow", "write the report of a run again, also of one that was killed", "run_report"),
     "controller train": Command("esper.cli.controller_train", "train a controller that decides what grows; go on with a run"),
-    "controller compare": Command("esper.cli.controller_compare", "compare controllers in many kinds of data, host and training"),
     "controller card": Command("esper.cli.controller_card", "show what a controller file holds and how it was trained"),
     "ppo train": Command("esper.cli.ppo_train", "train a recurrent policy; go on with a run"),
     "ppo eval": Command("esper.cli.ppo_eval", "play fresh episodes with the policy of a run"),

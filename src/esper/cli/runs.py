@@ -231,8 +231,9 @@ def _print_head(summary: Summary) -> None:
     if summary.state == "empty":
         rows[-1] = ["state", "empty: no event was written"]
     encoding = sys.stdout.encoding or "ascii"
-    unit = "epochs" if summary.kind == "growth" else "steps"
-    rows.append(["progress", f"{progress_bar(summary.progress, encoding)}  {summary.step:,} {unit}"])
+    from esper.runs.sections import STEP  # imports NumPy
+
+    rows.append(["progress", f"{progress_bar(summary.progress, encoding)}  {summary.step:,} {STEP[summary.kind]}"])
     if summary.started is not None:
         rows.append(["started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.started))])
     if summary.last is not None:

@@ -22,6 +22,7 @@ from esper.cli.watch import STATE_STYLES, TWIN_OF, sparkline
 from esper.runs.analysis import ABOUT_BLUEPRINTS, Analysis, BlueprintRow, signed
 from esper.runs.catalog import settings_of
 from esper.runs.compare import shown_setting
+from esper.runs.controller_story import others_in_words
 from esper.runs.foreign import quoted
 from esper.runs.health import problem_in_words
 from esper.runs.opponents import clock, result_of
@@ -380,12 +381,15 @@ def _cells(controller: dict[str, Any]) -> list[Part]:
 
 
 def _hosts(controller: dict[str, Any], width: int, *, is_open: bool) -> list[Part]:
-    """Return the hosts of a round: losses beside those of their twins, utility, and their seeds; if opened, their whole lives."""
+    """Return the hosts of a round: losses beside those of their twins, which are decided for as the policy is advised; utility and seeds.
+
+    If opened, also their whole lives, and the steps that were not as advised.
+    """
     hosts = controller.get("hosts", [])
     if not hosts:
         waits = "The first round is under way. Its hosts appear here when they have reached their horizon."
         return _titled("hosts", Text(waits, style="dim"))
-    table = _table("host", "rent", "loss", "its twin", "utility", "gain", "cost", "kept", left=4)
+    table = _table("host", "rent", "loss", "its twin", "utility", "gain", "rent", "kept", left=4)
     shown = hosts if is_open else hosts[:FEW]
     for life in shown:
         curves = [[value for value in life[name] if value is not None] for name in ("val_losses", "twin_losses")]
@@ -407,6 +411,7 @@ def _hosts(controller: dict[str, Any], width: int, *, is_open: bool) -> list[Par
         else:
             why = "the log has no stages of its seeds" if life["grown"] else "the controller grew nothing in this host"
             parts += [Text(""), Text(f"host {life['env']}: {why}", style="dim")]
+        parts.append(Text(others_in_words(life), style="dim"))
     return _titled(f"hosts of round {hosts[0]['round']}", *parts)
 
 

@@ -9,7 +9,8 @@ tells more about a step than a host of its own would.
 
 An ensemble predicts the changes from what is seen of the turn, of the step and of the advised one. Its members are fitted to different
 samples of the cells. A step is taken if it is better than what the heuristic advises by their mean, and still is with `caution` standard
-deviations added. Where the members differ much, the host is grown as the heuristic would grow it.
+deviations added. Where the members differ much, the host is grown as the heuristic would grow it. So it is where a turn and a step are
+farther from those that were learned from than nearly all of these are from their mean.
 
 Shapes: M = branches, F = features, E = members.
 """
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper.controller.tokens import HOST_WIDTH, OPTION, TARGET, Observation, Vector, observe
+from esper.controller.features import HOST_WIDTH, OPTION, TARGET, Observation, Vector, observe
 from esper.controller.turn import OPS, Step, Turn, steps_of
 from esper.growth.config import GrowthConfig, RentConfig
 from esper.growth.controllers.heuristic import Heuristic
@@ -38,6 +39,7 @@ from esper.rng import Streams
 STEP_WIDTH = len(OPS) + TARGET.width + OPTION.width  # of the features of a step
 WIDTH = HOST_WIDTH + 2 * STEP_WIDTH
 GROWING = ("germinate", "wait")  # operations that may take each other's place
+FAR = 0.99  # share of the branches that are not farther than the limit of an ensemble
 UNITS = (0.1, 1.0, 1.0)  # typical changes: of the loss, in units of its scale, and of the logarithms of parameters and FLOPs
 
 
@@ -88,6 +90,7 @@ class Gains(nn.Module):
 
     mean: Tensor
     deviation: Tensor
+    limit: Tensor  # distance from what was learned from, beyond which nothing is predicted
 
     def __init__(self, *, width: int = 32, members: int = 16, generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -101,6 +104,11 @@ class Gains(nn.Module):
         self.biases = nn.ParameterList(torch.zeros(members, 1, after) for after in sizes[1:])
         self.register_buffer("mean", torch.zeros(WIDTH))
         self.register_buffer("deviation", torch.ones(WIDTH))
+        self.register_buffer("limit", torch.tensor(math.inf))
+
+    def distance(self, features: Tensor) -> Tensor:
+        """Return how far features [M, F] are from the mean of those that were learned from: the mean square, in standard deviations [M]."""
+        return ((features - self.mean) / self.deviation).square().mean(1)
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the changes [E, M, 3] that members expect of steps with these features [M, F], in `UNITS`."""
@@ -112,11 +120,11 @@ class Gains(nn.Module):
         return hidden
 
     @torch.no_grad()
-    def costs(self, features: NDArray[np.float32], rent: RentConfig) -> tuple[Vector, Vector]:
-        """Return mean and standard deviation over the members of the change of loss and rent by each step [M]."""
+    def costs(self, features: NDArray[np.float32], rent: RentConfig) -> tuple[Vector, Vector, NDArray[np.bool_]]:
+        """Return mean and standard deviation over the members of the change of loss and rent by each step [M], and which are too far."""
         prices = torch.tensor([1.0, rent.parameters, rent.flops]) * torch.tensor(UNITS)
         found = self(torch.from_numpy(features)) @ prices  # [E, M]
-        return found.mean(0).numpy(), found.std(0).numpy()
+        return found.mean(0).numpy(), found.std(0).numpy(), (self.distance(torch.from_numpy(features)) > self.limit).numpy()
 
 
 def fit(branches: Branches, *, seed: int, steps: int = 400, learning_rate: float = 3e-3, weight_decay: float = 1.0, **sizes: int) -> Gains:
@@ -128,6 +136,7 @@ def fit(branches: Branches, *, seed: int, steps: int = 400, learning_rate: float
     with torch.no_grad():
         gains.mean.copy_(features.mean(0))
         gains.deviation.copy_(features.std(0).clamp(min=0.05))
+        gains.limit.copy_(gains.distance(features).quantile(FAR))
     weights = _sample_weights(branches.cells, gains.members, streams.numpy("bootstrap"))
     matters = torch.tensor([2.0, 0.3, 0.3])  # of the changes
     optimizer = torch.optim.AdamW(gains.parameters(), lr=learning_rate, weight_decay=weight_decay)
@@ -173,9 +182,9 @@ class Improved:
         self.most_trials = 2 if tries else 0  # that it asks for at once
         self.heuristic = Heuristic(config)
         self._looked_at: int | None = None
+        self.improved = self.far = self.turns = 0  # decisions after a probe: other than the heuristic's, as its for being far, and all
 
     def decide(self, state: GrowthState) -> Decision:
-        self.heuristic.lifecycle = state.lifecycle  # that of the run
         decision = self.heuristic.decide(state)
         if self._looked_at == state.epoch - 1:
             decision = self._improve(decision, state)
@@ -191,32 +200,42 @@ class Improved:
 
     def _improve(self, decision: Decision, state: GrowthState) -> Decision:
         """Return the decision with steps that are surely better in the place of those that the heuristic would take."""
-        turn, deviates = Turn(state, steps_of(decision, state), looked_at=self._looked_at), list[str]()
+        turn, others, is_far = Turn(state, steps_of(decision, state), looked_at=self._looked_at), list[str](), False
         while not turn.is_over:
-            step, cost = self._best(turn) if len(deviates) < self.most else (turn.advised, 0.0)
-            if step != turn.advised:
-                deviates.append(f"{step.in_words()} instead of {turn.advised.in_words()}: {cost:+.3f}")
+            step = turn.advised
+            if len(others) < self.most and step.op in GROWING:
+                step, cost, passed_over = self._best(turn)
+                is_far = is_far or passed_over
+                if step != turn.advised:
+                    others.append(f"{step.in_words()} instead of {turn.advised.in_words()}: {cost:+.3f}")
             turn = turn.after(step)
-        if not deviates:
-            return decision
+        self.turns, self.improved, self.far = self.turns + 1, self.improved + bool(others), self.far + (is_far and not others)
+        if not others:
+            why = "far from all that was learned from, so as the heuristic" if is_far else ""
+            return replace(decision, reason="; ".join(filter(None, (decision.reason, why))))
         if not self.most_trials or decision.probe:
-            return turn.decision("; ".join(deviates))
+            return turn.decision("; ".join(others))
+
+        # Let copies of the training try both. What the heuristic decides about seeds that have grown is carried out at once.
         plans = {"heuristic": decision.actions, "learned": turn.actions}
         trials = tuple(Trial(name, tuple(one for one in actions if isinstance(one, Germinate))) for name, actions in plans.items())
-        others = tuple(one for one in decision.actions if not isinstance(one, Germinate))
-        return replace(decision, actions=others, reason=f"tries {'; '.join(deviates)}", passed_over={}, trials=trials)
+        at_once = tuple(one for one in decision.actions if not isinstance(one, Germinate))
+        return replace(decision, actions=at_once, reason=f"tries {'; '.join(others)}", passed_over={}, trials=trials)
 
-    def _best(self, turn: Turn) -> tuple[Step, float]:
-        """Return the step to take, and what it changes for sure. What the heuristic decides about seeds that have grown stays as it is."""
+    def _best(self, turn: Turn) -> tuple[Step, float, bool]:
+        """Return the step to take, what it changes for sure, and whether a better one was passed over because it is too far."""
         advised = turn.advised
         others = [step for step in turn.legal() if step != advised and step.op in GROWING]
-        if not others or advised.op not in GROWING:
-            return advised, 0.0
+        if not others:
+            return advised, 0.0, False
         seen = observe(turn)
-        means, deviations = self.gains.costs(np.stack([described(seen, step, advised) for step in others]), turn.state.rent)
+        means, deviations, is_far = self.gains.costs(np.stack([described(seen, step, advised) for step in others]), turn.state.rent)
         costs = means + self.caution * deviations
-        best = int(costs.argmin())
-        return (others[best], float(costs[best])) if costs[best] < 0 else (advised, 0.0)
+        near = np.where(is_far, np.inf, costs)
+        best = int(near.argmin())
+        if near[best] < 0:
+            return others[best], float(near[best]), False
+        return advised, 0.0, bool(costs.min() < 0)
 
     def state_dict(self) -> dict[str, Any]:
         return {"heuristic": self.heuristic.state_dict(), "looked_at": self._looked_at}

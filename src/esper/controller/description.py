@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from esper.controller.config import DomainConfig, GainsConfig, MoveNetworkConfig
+from esper.controller.config import DomainConfig, GainsConfig, StepNetworkConfig
 from esper.files import MAX_FILE_BYTES, FileError, check_safetensors, parse_json, printable, read_file, reason_of
 from esper.rl.config import NetworkConfig
 from esper.runs.folder import kind_of, name_of
@@ -38,8 +38,8 @@ class ControllerDescription(msgspec.Struct, frozen=True, kw_only=True):
     version: int  # of the description
     layout: str  # of observations and actions
     esper: str  # version that wrote the file
-    network: MoveNetworkConfig | None  # of a value model or a policy
-    memory: NetworkConfig | None  # of the recurrent core of a policy; None: the file holds no policy
+    network: StepNetworkConfig | None  # of a policy
+    memory: NetworkConfig | None  # of the recurrent core of a policy
     gains: GainsConfig | None = None  # of an ensemble that improves on the heuristic
     sha256: str  # of the weights
     info: dict[str, Any]  # run, domain and results of its training, or anything else
@@ -85,8 +85,8 @@ def parse_description(path: Path, metadata: Mapping[str, str], *, layouts: Colle
         found, writer = raw["layout"], raw["esper"]
         if not layouts or found in layouts:
             description = msgspec.convert({**raw, "version": VERSIONS.present}, ControllerDescription)
-            if (description.network is None) == (description.gains is None):
-                raise ValueError("it must have either a network or gains")
+            if (description.network is None) != (description.memory is None) or (description.network is None and description.gains is None):
+                raise ValueError("it must have a network with a memory, or gains")
             return description
     except VersionError as error:
         raise ControllerError(f"{path} {error}") from error
@@ -118,34 +118,28 @@ def card(path: Path | str, description: ControllerDescription, *, title: str = "
         ("layout", f"{description.layout}, written by esper {description.esper}"),
         *_training(description.info),
     ]
-    blind = description.info.get("blind")
-    plans = _plans(blind) if isinstance(blind, dict) and blind else ""
-    parts = [title or f"controller {Path(path).name}", aligned(rows), plans, text.strip()]
+    parts = [title or f"controller {Path(path).name}", aligned(rows), text.strip()]
     return _on_a_terminal("\n\n".join(filter(None, parts)))
 
 
 def _what(description: ControllerDescription) -> str:
-    """Describe what decides: a value model, or a policy that was trained from one."""
-    network, memory, gains = description.network, description.memory, description.gains
+    """Describe what decides: an ensemble, or a policy."""
+    memory, gains = description.memory, description.gains
+    advisor = "the heuristic"
     if gains is not None:
         certain = f" by {gains.caution:g} standard deviations" if gains.caution else ""
-        return f"the heuristic, or another step where {gains.members} networks of width {gains.width} are sure of it{certain}"
-    assert network is not None
+        advisor = f"the heuristic, or another step where {gains.members} networks of width {gains.width} are sure of it{certain}"
     if memory is None:
-        cautious = f"; a move must be ahead by {network.caution:g} standard errors" if network.caution else ""
-        return f"value model, {network.members} members of width {network.width}{cautious}"
+        return advisor
     core = "without memory" if memory.core == "none" else f"with {memory.core.upper()} memory of width {memory.hidden_size}"
-    return f"policy {core}, from a value model of {network.members} members of width {network.width}"
+    return f"policy {core}, which sees what would be done by {advisor}"
 
 
 TITLES = {  # entries of the info that the training of controllers writes -> their names on the card
     "run": "run",
     "cells": "cells",
-    "moves": "moves",
     "branches": "branches",
     "seed": "seed",
-    "r2_in_unseen_cells": "R² in unseen cells",
-    "calibration": "calibration",
 }
 
 
@@ -157,7 +151,7 @@ def _training(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             if name in domain:
                 yield f"trained on {name.replace('_', ' ')}", _in_words(domain[name])
     for name in [*TITLES, *(name for name in info if name not in TITLES)]:
-        if name in info and name not in ("domain", "blind"):
+        if name in info and name != "domain":
             yield TITLES.get(name, name.replace("_", " ")), _in_words(info[name])
 
 
@@ -174,12 +168,6 @@ def _in_words(value: object) -> str:
     if isinstance(value, float):
         return figure(value)
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-def _plans(blind: Mapping[str, Any]) -> str:
-    """Return the table of blind plans: the constant plan that was best in the training cells, at each price."""
-    rows = [("price of rent", "best constant plan in the training cells"), *((str(price), str(plan)) for price, plan in blind.items())]
-    return aligned(rows)
 
 
 def _on_a_terminal(text: str) -> str:

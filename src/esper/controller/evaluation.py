@@ -10,6 +10,7 @@ Further rows make the trials of controllers that look ahead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,10 +18,10 @@ from typing import Any
 import msgspec
 import torch
 
-from esper.controller.fleet_with_twins import with_finite_losses
 from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.data import TaskTensors
 from esper.fleet.fleet import Fleet
+from esper.fleet.pool import FleetPool
 from esper.fleet.trials import RowTrials
 from esper.growth.config import GrowthConfig, RentConfig
 from esper.growth.controllers.baselines import as_controller
@@ -80,27 +81,44 @@ class EvalSetting:
     memory: int | None = None  # bytes for as many hosts with the largest seeds; fewer train at once if they would take more; None: no limit
 
 
+Rows = dict[int, list[EvalCase]]  # row of a fleet -> the cases that it stands for
+
+
 def run_cases(
-    eval_setting: EvalSetting, cases: Sequence[EvalCase], on_progress: Callable[[int], Any] = lambda decisions: None
+    eval_setting: EvalSetting,
+    cases: Sequence[EvalCase],
+    on_progress: Callable[[int], Any] = lambda decisions: None,
+    on_end: Callable[[Fleet, Rows], Any] = lambda fleet, rows: None,
+    *,
+    pool: FleetPool | None = None,
 ) -> list[EvalRun]:
     """Train the hosts of all cases and return their results, in the same order.
 
-    Cases of similar horizons share a fleet. `on_progress` gets the number of decisions just made.
+    Cases of similar horizons share a fleet, and cases that start alike if they can, because rows of two fleets are rounded differently.
+    `on_progress` gets the number of decisions just made, and `on_end` every fleet whose hosts have ended. A fleet of the `pool` may have
+    more rows than there are cases, and is valid until the next one is taken from the pool. Without a pool, every fleet is built anew.
     """
-    order = sorted(range(len(cases)), key=lambda index: cases[index].setting.horizon)
+    most, room, fleets = _rows_that_fit(eval_setting, pool), 0, list[list[EvalCase]]()
+    for group in sorted(_alike(cases), key=lambda group: group[0].setting.horizon):
+        fits = sum(1 + _rows_to_try(case) for case in group) <= most
+        for part in [group] if fits else [[case] for case in group]:
+            needed = sum(1 + _rows_to_try(case) for case in part)
+            if needed > room:
+                fleets.append([])
+                room = most
+            fleets[-1] += part
+            room -= needed
     runs: dict[int, EvalRun] = {}
-    rows = max(_rows_that_fit(eval_setting) // (1 + max(_rows_to_try(case) for case in cases)), 1)
-    for start in range(0, len(order), rows):
-        some = order[start : start + rows]
-        runs |= dict(zip(some, _run_in_one_fleet(eval_setting, [cases[index] for index in some], on_progress), strict=True))
-    return [runs[index] for index in range(len(cases))]
+    for chosen in fleets:
+        runs |= dict(zip(map(id, chosen), _run_in_one_fleet(eval_setting, chosen, pool, on_progress, on_end), strict=True))
+    return [runs[id(case)] for case in cases]
 
 
-def _fleet(eval_setting: EvalSetting, hosts: int) -> Fleet:
-    return Fleet(
+def _fleet(eval_setting: EvalSetting, rows: int, pool: FleetPool | None) -> Fleet:
+    return (pool or FleetPool(0)).fleet(
         eval_setting.task,
-        eval_setting.task.maker(eval_setting.host),
-        hosts=hosts,
+        eval_setting.host,
+        rows=rows,
         growth=eval_setting.growth,
         config=eval_setting.fleet,
         device=eval_setting.device,
@@ -114,20 +132,26 @@ def _rows_to_try(case: EvalCase) -> int:
     return max(most - 1, 0)
 
 
-def _rows_that_fit(eval_setting: EvalSetting) -> int:
+def _rows_that_fit(eval_setting: EvalSetting, pool: FleetPool | None) -> int:
     """Return how many cases can train at once. Each is counted as a host of its own with the largest seed in every slot.
 
     A few hosts may grow twice as much, but many cases share a host.
     """
     if eval_setting.memory is None:
         return eval_setting.rows
-    return min(max(eval_setting.memory // _fleet(eval_setting, hosts=1).memory_per_host().most, 1), eval_setting.rows)
+    return min(max(eval_setting.memory // _fleet(eval_setting, 1, pool).memory_per_host().most, 1), eval_setting.rows)
 
 
-def _run_in_one_fleet(eval_setting: EvalSetting, cases: Sequence[EvalCase], on_progress: Callable[[int], Any]) -> list[EvalRun]:
+def _run_in_one_fleet(
+    eval_setting: EvalSetting,
+    cases: Sequence[EvalCase],
+    pool: FleetPool | None,
+    on_progress: Callable[[int], Any],
+    on_end: Callable[[Fleet, Rows], Any],
+) -> list[EvalRun]:
     """Train cases in one fleet. Cases that have been decided alike so far are one row; there are enough rows for all to differ."""
     hosts = len(cases) + sum(_rows_to_try(case) for case in cases)
-    fleet = _fleet(eval_setting, hosts)
+    fleet = _fleet(eval_setting, hosts, pool)
     trials = RowTrials(fleet, free=range(len(cases), hosts))
     groups = dict(enumerate(_alike(cases)))  # row -> its cases
     fleet.reset({row: group[0].setting for row, group in groups.items()})
@@ -148,6 +172,7 @@ def _run_in_one_fleet(eval_setting: EvalSetting, cases: Sequence[EvalCase], on_p
             break
     # Prune the seeds that were not kept, and measure the hosts on test and validation data.
     fleet.finish(groups)
+    on_end(fleet, groups)
     test, validation = fleet.losses(eval_setting.task.test).tolist(), fleet.losses(eval_setting.task.validation).tolist()
     results = {
         id(case): _result(eval_setting, fleet, row, case, test[row], validation[row], trials.compared.get(row, []))
@@ -251,3 +276,21 @@ def _result(
         trace=[f"{seed.born} {seed.slot} {seed.blueprint} {seed.outcome}" for seed in seeds],
         chosen=[one.chosen for one in compared],
     )
+
+
+def with_finite_losses(state: GrowthState) -> GrowthState:
+    """Replace losses that are not finite by the loss before them, since the host was rolled back to that state."""
+    if all(map(math.isfinite, (*state.train_losses, *state.val_losses))):
+        return state
+    start = state.uninformed_loss or 0.0
+    return replace(
+        state, train_losses=_without_nonfinite(state.train_losses, start), val_losses=_without_nonfinite(state.val_losses, start)
+    )
+
+
+def _without_nonfinite(losses: Sequence[float], start: float) -> tuple[float, ...]:
+    """Replace every loss that is not finite by the one before it; the first by `start`."""
+    losses_so_far: list[float] = []
+    for loss in losses:
+        losses_so_far.append(loss if math.isfinite(loss) else (losses_so_far or [start])[-1])
+    return tuple(losses_so_far)

@@ -1,8 +1,9 @@
 """Trained controllers: their file, and the controller for growth that decides by it.
 
-A file holds an ensemble that improves on the heuristic (see `esper.controller.branches`), a value model, or a policy that was trained from
-one (see `esper.controller.network`). It is in the safetensors format: the weights, and in the header a JSON description (see
-`esper.controller.description`) and a sha256 of everything. Loading a file executes nothing from it.
+A file holds an ensemble that improves on the heuristic (see `esper.controller.branches`), a policy (see `esper.controller.policy`), or
+both: then the policy sees what the ensemble would do, and otherwise what the heuristic would. The file is in the safetensors format: the
+weights, and in the header a JSON description (see `esper.controller.description`) and a sha256 of everything. Loading a file executes
+nothing from it.
 """
 
 from __future__ import annotations
@@ -19,51 +20,52 @@ from torch import Tensor
 
 import esper
 from esper.controller.branches import Gains, Improved
-from esper.controller.config import GainsConfig, MoveNetworkConfig
+from esper.controller.config import GainsConfig
 from esper.controller.description import HEADER, VERSIONS, WHAT_TO_DO, ControllerDescription, ControllerError, explained, parse_description
-from esper.controller.layout import LAYOUT_VERSION, observe, policy_decision
-from esper.controller.network import MoveEncoder, make_policy
-from esper.controller.tokens import VERSION
-from esper.controller.value import ValueController, ValueModel
+from esper.controller.features import VERSION
+from esper.controller.policy import SIZES, StepController, StepEncoder, make_policy
 from esper.files import FileError, read_in_run, write_in_run
 from esper.growth.config import GrowthConfig
-from esper.growth.lifecycle.stages import Decision, GrowthState
+from esper.growth.controllers.heuristic import Heuristic
+from esper.growth.lifecycle.stages import CompleteController, Decision, GrowthState
 from esper.rl.policy import Policy
-from esper.rng import Streams
 from esper.runs import load_module, plain_names, read_tensors
 from esper.runs.tensors import encode_tensors
 
-Trained = Policy | ValueModel | Gains
+_POLICY = "policy."  # begins the names of the weights of a policy
 _SMALL = 1024  # sizes up to this are not checked, since they may belong to optional parts without weights
 
 
 def save_controller(
     path: Path | str,
-    trained: Trained,
+    policy: Policy | None = None,
     info: Mapping[str, Any] | None = None,
     *,
-    network: MoveNetworkConfig | None = None,
+    ensemble: Gains | None = None,
     gains: GainsConfig | None = None,
 ) -> None:
-    """Write a controller to a file. An existing file is replaced atomically, unless its content is the same.
+    """Write a policy, an ensemble or both to a file. An existing file is replaced atomically, unless its content is the same.
 
-    `network` gives the caution of a value model, and `gains` that of an ensemble; a policy has its own.
+    `gains` says how the ensemble decides; a policy has its own settings.
     """
-    memory = None
-    if isinstance(trained, Gains):
-        gains = msgspec.structs.replace(gains or GainsConfig(), members=trained.members, width=trained.width)
-    elif isinstance(trained, ValueModel):
-        network = msgspec.structs.replace(network or MoveNetworkConfig(), members=trained.members, width=trained.width)
-    elif isinstance(trained.encoder, MoveEncoder):
-        network, memory = trained.encoder.config, trained.network
-    else:
-        raise ControllerError(
-            f"a controller's policy needs a MoveEncoder, but this one has a {type(trained.encoder).__name__}; see make_parts"
-        )
-    weights = {name: weight.detach().cpu().contiguous() for name, weight in plain_names(trained.state_dict()).items()}
+    network = memory = None
+    if policy is not None:
+        if not isinstance(policy.encoder, StepEncoder):
+            raise ControllerError(
+                f"a controller's policy needs a StepEncoder, but this one has a {type(policy.encoder).__name__}; see make_policy"
+            )
+        network, memory = policy.encoder.config, policy.network
+    if ensemble is not None:
+        gains = msgspec.structs.replace(gains or GainsConfig(), members=ensemble.members, width=ensemble.width)
+    weights = {
+        prefix + name: weight.detach().cpu().contiguous()
+        for prefix, part in ((_POLICY, policy), ("", ensemble))
+        if part is not None
+        for name, weight in plain_names(part.state_dict()).items()
+    }
     description = ControllerDescription(
         version=VERSIONS.present,
-        layout=LAYOUT_VERSION if gains is None else VERSION,
+        layout=VERSION,
         esper=esper.__version__,
         network=network,
         memory=memory,
@@ -82,9 +84,9 @@ def save_controller(
 
 
 def load_controller(path: Path | str, *, seed: int | None = None, config: GrowthConfig | None = None) -> Learned:
-    """Return the controller of a file. With a `seed` a policy samples its moves; otherwise it makes the most likely ones.
+    """Return the controller of a file. With a `seed` a policy draws its steps; otherwise it takes the likeliest ones.
 
-    `config` has the rules of the heuristic, for a controller that improves on it; None: the usual ones.
+    `config` has the rules of the heuristic; None: the usual ones.
     """
     weights, description = _read(Path(path))
     _check_sizes(Path(path), description, weights)
@@ -95,10 +97,7 @@ def load_controller(path: Path | str, *, seed: int | None = None, config: Growth
 
 
 class Learned:
-    """Controller that decides by a trained ensemble, policy or value model. Its state is their memory and random streams.
-
-    An ensemble improves on the heuristic with the rules of `config`; None: the usual ones.
-    """
+    """Controller that decides by a trained ensemble or policy. Both know what the heuristic would do, by the rules of `config`."""
 
     name = "learned"
 
@@ -110,95 +109,65 @@ class Learned:
         seed: int | None = None,
         config: GrowthConfig | None = None,
     ) -> None:
-        self.description, self._config = description, config or GrowthConfig()
-        self._weights = dict(weights)
-        self._streams = None if seed is None else Streams(seed)
-        self._memory: Tensor | None = None  # [1, size of the recurrent state]
-        self.trained = self._build()
-        self._improved = None if description.gains is None else self._improve(description.gains)
+        self.description, self._weights, self._config, self._seed = description, dict(weights), config or GrowthConfig(), seed
+        network, memory, gains = description.network, description.memory, description.gains
+        generator = torch.Generator().manual_seed(0)  # initial weights are overwritten
+        of_policy = {name.removeprefix(_POLICY): weight for name, weight in weights.items() if name.startswith(_POLICY)}
+        self.ensemble: Gains | None = None
+        self.policy: Policy | None = None
+        if gains is not None:
+            self.ensemble = Gains(width=gains.width, members=gains.members, generator=generator)
+            load_module(self.ensemble, {name: weight for name, weight in weights.items() if not name.startswith(_POLICY)})
+        if network is not None and memory is not None:
+            self.policy = make_policy(network, memory, SIZES, generator=generator)
+            load_module(self.policy, of_policy)
+        self.inner: CompleteController
+        if self.policy is not None:
+            self.inner = StepController(self.policy, self.advisor(self._config), seed=seed)
+        else:
+            self.inner = self._without_policy(self._config, tries=gains is not None and gains.tries)
+
+    def advisor(self, config: GrowthConfig) -> CompleteController:
+        """Return a new controller that advises a policy: the ensemble or, if there is none, the heuristic. It tries nothing in copies."""
+        return self._without_policy(config, tries=False)
+
+    def _without_policy(self, config: GrowthConfig, *, tries: bool) -> CompleteController:
+        gains = self.description.gains
+        if self.ensemble is None or gains is None:
+            return Heuristic(config)
+        return Improved(self.ensemble.eval(), config, caution=gains.caution, most=gains.most, tries=tries)
 
     def new_copy(self) -> Learned:
         """Return a new controller with the same weights and an empty memory."""
-        seed = None if self._streams is None else self._streams.seed
-        return Learned(self._weights, self.description, seed=seed, config=self._config)
-
-    def _build(self) -> Trained:
-        network, memory, gains = self.description.network, self.description.memory, self.description.gains
-        generator = torch.Generator().manual_seed(0)  # initial weights are overwritten below
-        if gains is not None:
-            model: Trained = Gains(width=gains.width, members=gains.members, generator=generator)
-        elif memory is None:
-            assert network is not None
-            model = ValueModel(width=network.width, members=network.members, generator=generator)
-        else:
-            assert network is not None
-            model = make_policy(network, memory, generator=generator)
-        load_module(model, self._weights)
-        return model.eval()
-
-    def _improve(self, gains: GainsConfig) -> Improved:
-        assert isinstance(self.trained, Gains)
-        return Improved(self.trained, self._config, caution=gains.caution, most=gains.most, tries=gains.tries)
+        return Learned(self._weights, self.description, seed=self._seed, config=self._config)
 
     @property
     def most_trials(self) -> int:
         """Number of trials that it asks for at once."""
-        return 0 if self._improved is None else self._improved.most_trials
-
-    @property
-    def value(self) -> ValueModel:
-        """The value model, or the one that is a part of the policy. Raise ControllerError if there is none."""
-        if isinstance(self.trained, ValueModel):
-            return self.trained
-        if isinstance(self.trained, Gains):
-            raise ControllerError("this controller improves on the heuristic and has no value model; start from another file, or from none")
-        assert isinstance(self.trained.encoder, MoveEncoder)
-        return self.trained.encoder.value
+        most: int = getattr(self.inner, "most_trials", 0)
+        return most
 
     def decide(self, state: GrowthState) -> Decision:
         """Decide what grows, if anything does."""
-        if self._improved is not None:
-            return self._improved.decide(state)
-        assert not isinstance(self.trained, Gains)
-        assert self.description.network is not None
-        if isinstance(self.trained, ValueModel):
-            return ValueController(self.trained, caution=self.description.network.caution).decide(state)
-        obs, masks = observe([state])
-        generator = None if self._streams is None else self._streams.torch("actions")
-        actions, self._memory = self.trained.act(obs, self._memory, masks=masks, generator=generator)
-        return policy_decision(state, int(actions["move"]))
+        return self.inner.decide(state)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "sha256": self.description.sha256,
-            "memory": None if self._memory is None else self._memory.clone(),
-            "streams": None if self._streams is None else self._streams.state_dict(),
-            "improved": None if self._improved is None else self._improved.state_dict(),
-        }
+        return {"sha256": self.description.sha256, "draws": self._seed is not None, "inner": self.inner.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["sha256"] != self.description.sha256:
             raise ControllerError("the saved run was decided by another controller file; resume it with the same one")
-        memory, streams = state["memory"], state["streams"]
-        if memory is not None and isinstance(self.trained, Policy):
-            self.trained.core.check_state(memory, 1)
-        if (streams is None) != (self._streams is None):
-            now, then = (
-                ("samples its moves", "made the most likely ones") if streams is None else ("makes the most likely moves", "sampled them")
-            )
-            raise ControllerError(f"this controller {now}, but the saved one {then}; load it in the same way, with or without a seed")
-        if self._streams is not None:
-            self._streams.load_state_dict(streams)
-        if self._improved is not None:
-            self._improved.load_state_dict(state["improved"])
-        self._memory = memory
+        if state["draws"] != (self._seed is not None):
+            now, then = ("takes the likeliest", "drew its") if state["draws"] else ("draws its", "took the likeliest")
+            raise ControllerError(f"this controller {now} steps, but the saved one {then}; load it in the same way, with or without a seed")
+        self.inner.load_state_dict(state["inner"])
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], ControllerDescription]:
     """Read weights and description of a controller file, or raise ControllerError."""
     with explained(path):
         weights, metadata = read_tensors(path)
-    description = parse_description(path, metadata, layouts=(LAYOUT_VERSION, VERSION))
+    description = parse_description(path, metadata, layouts=(VERSION,))
     if _digest(weights) != description.sha256:
         raise ControllerError(f"{path} is damaged: its weights do not match their sha256; {WHAT_TO_DO}")
     return weights, description

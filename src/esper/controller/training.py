@@ -1,4 +1,4 @@
-"""Training of a controller: a PPO run in the environment `GrowthEnv`. Its result is a file for `esper grow --controller`.
+"""Training of a controller: a PPO run over the lives of hosts. Its result is a file for `esper grow --controller`.
 
     result = train_controller(ControllerConfig(rounds=50), "runs/controller")
     result = train_controller(None, "runs/controller", resume=True)   # after a crash, or with a config of more rounds
@@ -19,15 +19,18 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import msgspec
+import torch
 
 from esper.controller.config import ControllerConfig
-from esper.controller.env import GrowthEnv
-from esper.controller.learned import load_controller, save_controller
-from esper.controller.network import make_parts, make_policy
-from esper.controller.value import ValueModel
+from esper.controller.learned import Learned, load_controller, save_controller
+from esper.controller.lives import Lives
+from esper.controller.policy import SIZES, make_policy
+from esper.controller.trained import file_of
 from esper.devices import determinism, find_device, threads
+from esper.growth.controllers.heuristic import Heuristic
 from esper.parallel import ALONE, Group
-from esper.rl.ppo import PPO
+from esper.rl.policy import Policy
+from esper.rl.ppo import PPO, NoEnvironment
 from esper.rl.run_setup import Relay
 from esper.rl.training import RunOptions, RunResult, Trainer, run_trainer
 from esper.rng import Streams
@@ -51,41 +54,39 @@ def train_controller(
 
 @contextlib.contextmanager
 def prepare_controller(config: ControllerConfig, group: Group = ALONE) -> Iterator[tuple[PPO, Relay]]:
-    """Build the learner of a run and its environment. Reads only the files of the tasks. A mistake in the config raises RunError."""
+    """Build the learner of a run. Reads only the start and the files of the tasks. A mistake in the config raises RunError."""
     device, relay = group.place(find_device(config.device)), Relay()
     with threads(config.threads), determinism(config.deterministic):
         try:
-            env = GrowthEnv(config, partial(load_task_from, config.data_dir), seed=config.ppo.seed, device=device, on_event=relay)
-            generator = Streams(config.ppo.seed).torch("controller")
-            parts = make_parts(config.network, config.ppo.network, generator=generator, value=start_value(config))
+            begun = None if config.start is None else load_controller(file_of(config.start))
+            first, advisor = first_policy(config, begun), Heuristic if begun is None else begun.advisor
+            lives = partial(Lives, config, advisor, partial(load_task_from, config.data_dir), device=device, on_event=relay, group=group)
             ppo = PPO(
-                env,
+                NoEnvironment(config.hosts, first.observation_spec, first.action_spec),
                 config.ppo,
-                parts.encoder,
-                actor=parts.actor,
-                critic=parts.critic,
-                device=device,
+                first.encoder,
+                actor=first.actor,
+                critic=first.critic,
                 on_event=relay,
                 group=group,
                 counts_waiting=True,
+                collector=lives,
             )
         except (ValueError, TaskError) as error:
             raise RunError(str(error)) from error
-        with contextlib.closing(env):
-            yield ppo, relay
+        load_module(ppo.policy, first.state_dict())
+        yield ppo, relay
 
 
-def start_value(config: ControllerConfig) -> ValueModel | None:
-    """Return the value model that the training starts from; None: one with random weights."""
-    if config.start is None:
-        return None
-    value, network = load_controller(config.start).value, config.network
-    if (value.members, value.width) != (network.members, network.width):
-        raise ValueError(
-            f"network: expected members {value.members} and width {value.width}, those of {config.start}, "
-            f"got {network.members} and {network.width}"
-        )
-    return value
+def first_policy(config: ControllerConfig, begun: Learned | None) -> Policy:
+    """Return the policy that the training starts from. It stays on the CPU, because it decides about one host at a time."""
+    network, memory = config.network, config.ppo.network
+    if begun is None or begun.policy is None:
+        return make_policy(network, memory, SIZES, generator=Streams(config.ppo.seed).torch("controller"))
+    theirs = begun.description
+    if (theirs.network, theirs.memory) != (network, memory):
+        raise ValueError(f"network: expected {theirs.network} and {theirs.memory}, those of {config.start}, got {network} and {memory}")
+    return begun.policy
 
 
 def load_task_from(data_dir: str | None, name: str) -> Task:
@@ -96,12 +97,16 @@ def load_task_from(data_dir: str | None, name: str) -> Task:
 def write_controller(folder: Path, config: ControllerConfig, step: int, state: dict[str, Any]) -> None:
     """Write the policy of a checkpoint as a controller file into the folder of the run."""
     saved: dict[str, Any] = state["ppo"]
-    policy = make_policy(config.network, config.ppo.network, generator=Streams(config.ppo.seed).torch("controller"))
+    policy = make_policy(config.network, config.ppo.network, SIZES, generator=torch.Generator())
     load_module(policy, saved["policy"])
+    begun = None if config.start is None else load_controller(file_of(config.start))
     # Drop NaN, which JSON does not allow: a run that was stopped before any episode had ended has no mean return.
     summary = {name: value for name, value in state["summary"].items() if not isinstance(value, float) or math.isfinite(value)}
     info = {"run": folder.name, "step": step, "domain": msgspec.to_builtins(config.domain), **summary}
-    save_controller(folder / CONTROLLER, policy, info)
+    if begun is None:
+        save_controller(folder / CONTROLLER, policy, info)
+    else:
+        save_controller(folder / CONTROLLER, policy, info, ensemble=begun.ensemble, gains=begun.description.gains)
 
 
 GROWTH = Trainer(
@@ -112,5 +117,4 @@ GROWTH = Trainer(
     run_kind="controller",
     steps_of_all_ranks=False,
     after_checkpoint=write_controller,
-    saves_within_rollouts=True,
 )

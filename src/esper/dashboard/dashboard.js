@@ -29,7 +29,7 @@ const CHARTS = {
   ],
 };
 CHARTS.arena = [["win rate", ["round_fought/win_rate/"]], ["ratings of the league", ["league_changed/rating/"]], ["checkpoints: score against the anchor", ["checkpoint_evaluated/mean_return"]], ["parts of the reward", ["round_fought/reward/"]], ...CHARTS.ppo.slice(2)];
-CHARTS.controller = [["gain and rent", ["round_ended/gain", "round_ended/rent"]], ["decisions by kind", ["round_ended/decisions/"]], ["seeds grown and kept", ["round_ended/grown", "round_ended/kept"]], ["parts of the reward", ["round_ended/reward/"]], ...CHARTS.ppo.slice(2)];
+CHARTS.controller = [["gain and rent", ["round_ended/gain", "round_ended/rent"]], ["share of lives decided as advised", ["round_ended/alike"]], ["decisions by kind", ["round_ended/decisions/"]], ["seeds grown and kept", ["round_ended/grown", "round_ended/kept"]], ["parts of the reward", ["round_ended/reward/"]], ...CHARTS.ppo.slice(2)];
 const used = (kind) => [
   ["cores in use by the training", [`${kind}/resources/cpu_cores`]],
   ["memory of the training, bytes", [`${kind}/resources/memory_bytes`]],
@@ -41,7 +41,7 @@ const SYSTEM = {
   ppo: [["samples per second", ["update/steps_per_second"]], ["seconds of an update", ["update/collect_seconds", "update/update_seconds", "update/env_seconds", "update/other_seconds"]], ...used("update")],
 };
 SYSTEM.arena = SYSTEM.ppo;
-SYSTEM.controller = [...SYSTEM.ppo, ["memory per host, bytes", ["round_ended/memory_per_host"]]];
+SYSTEM.controller = [["lives per second", ["update/steps_per_second"]], ...SYSTEM.ppo.slice(1), ["memory per host, bytes", ["round_ended/memory_per_host"]]];
 
 const template = `
 <div class="esper-watch" :class="isDark ? 'is-dark' : 'is-light'">
@@ -150,7 +150,7 @@ const template = `
       <replay-list v-if="page.replays" :key="page.id" :run="page.id" :folder="page.summary.folder" :replays="page.replays" :is-training="page.summary.state === 'running'" :ago="ago" />
 
       <div class="grid">
-        <series-chart v-if="page.controller && utilityLines.length" title="utility per round" :lines="utilityLines" :store="store" :version="version" :controls="controls" :is-dark="isDark" :choices="['rent', 'cell']" :choice="utilityBy" @choose="utilityBy = $event" note="Gain over the twin minus rent, mean over hosts, with the 95 % interval over groups of hosts that share a twin." />
+        <series-chart v-if="page.controller && utilityLines.length" title="utility per round" :lines="utilityLines" :store="store" :version="version" :controls="controls" :is-dark="isDark" :choices="['rent', 'cell']" :choice="utilityBy" @choose="utilityBy = $event" note="Gain over the twin minus the rent beyond the twin's, mean over hosts, with the 95 % interval over groups of hosts that share a twin. The twin is the same host, decided for as the policy is advised." />
         <series-chart v-for="chart in charts" :key="chart.title" :title="chart.title" :lines="chart.lines" :store="store" :version="version" :controls="controls" :is-dark="isDark" :marks="chart.marks" />
         <series-chart v-if="growth && growth.seeds.length" :title="gainBy === 'progress' ? 'gain during training' : 'gain against ' + gainBy" :lines="gainLines" :store="store" :version="version" :controls="controls" :is-dark="isDark" :choices="['parameters', 'FLOPs', 'progress']" :choice="gainBy" @choose="gainBy = $event" :note="gainNote" />
         <series-chart v-if="page.calibration" title="calibration of the critic" :lines="calibrationLines" :store="store" :version="version" :controls="controls" :is-dark="isDark" :note="calibrationNote" />
@@ -375,7 +375,7 @@ export default {
     systemFigures() {
       const kind = this.growth ? "epoch_ended" : "update";
       const units = [
-        ["samples per second", this.growth ? "samples_per_second" : "steps_per_second", (value) => format(value, 3)],
+        [this.page.controller ? "lives per second" : "samples per second", this.growth ? "samples_per_second" : "steps_per_second", (value) => format(value, 3)],
         ["step", "step_seconds", (value) => `${format(1000 * value, 3)} ms`],
         ["wait for data", this.growth ? "data_wait_seconds" : "env_seconds", (value) => `${format(value, 2)} s`],
         ["cores in use", "resources/cpu_cores", (value) => format(value, 2)],
@@ -549,7 +549,7 @@ export default {
     // A line of a chart: one series of this run, and of the runs with other seeds.
     line(name, label, color) {
       const own = { run: { id: this.page.id }, started: this.page.summary.started, name, label, color, dashed: false };
-      const axes = { ...AXES, step: this.growth ? "epoch" : name.startsWith("round_ended/") ? "fleets that have ended" : "step", flops: this.page.summary.kind === "growth" ? "GFLOPs" : this.page.summary.kind === "controller" ? "GFLOPs of the hosts" : "GFLOPs of the policy, estimated" };
+      const axes = { ...AXES, step: this.growth ? "epoch" : name.startsWith("round_ended/") ? "fleets that have ended" : this.page.controller ? "lives" : "step", flops: this.growth ? "GFLOPs" : this.page.controller ? "GFLOPs of the hosts" : "GFLOPs of the policy, estimated" };
       return { ...own, axes, siblings: this.page.seeds.map((run) => ({ ...own, run: { id: run.id }, started: run.started, twinStarted: run.twin_started })) };
     },
     chartsOf(wantedCharts) {

@@ -220,9 +220,7 @@ class Watcher:
         """Return the lives of the hosts of a round of a controller's training; none if there is no such run or round."""
         with self._lock:
             run = self.run(name)
-            lives: list[dict[str, Any]] = (
-                [] if run is None or run.kind != "controller" else _clean(self._controller(run).lives(run, number))
-            )
+            lives: list[dict[str, Any]] = [] if run is None or run.kind != "controller" else _clean(self._controller(run).lives(number))
             return lives
 
     def _controller(self, run: Run) -> ControllerStory:

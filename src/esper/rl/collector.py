@@ -4,6 +4,7 @@
   returns of all steps are computed together at the end.
 - `Finals` keeps the final observations of truncated episodes until the end of the rollout. The value after a truncated step is the critic's
   value of the final observation, with the state of the core after that step.
+- `RolloutSource` is what a learner needs of a collector; an environment in which the policy does not act step by step brings its own.
 - `Staging` moves many small tensors in one transfer. Environments on the CPU and a learner on a GPU exchange a dozen tensors per step, and
   each transfer has a fixed cost. So they are put side by side in one buffer, pinned on the CPU.
 
@@ -15,9 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -102,13 +101,6 @@ class Finals:
         self._count.zero_()
         self._missing.zero_()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"rows": list(self._rows), "buffer": self._buffer, "count": self._count, "missing": self._missing}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rows, self._buffer = _on(state["rows"], self.device), _on(state["buffer"], self.device)
-        self._count, self._missing = state["count"].to(self.device), state["missing"].to(self.device)
-
     def add(self, step: int, final_obs: Obs | None, state: Tensor, truncated: Tensor) -> None:
         """Keep the truncated rows of raw `final_obs` [N, ...] and of `state` [N, S] after the step."""
         if self.exact:
@@ -156,26 +148,29 @@ class Finals:
         return positions, policy.value(features)
 
 
-def _on(tree: Any, device: torch.device) -> Any:
-    """Return nested tables, lists and tuples with all tensors on a device."""
-    if isinstance(tree, dict):
-        return {name: _on(value, device) for name, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_on(value, device) for value in tree)
-    return tree.to(device) if isinstance(tree, Tensor) else tree
-
-
-@dataclass
-class _Begun:
-    """What a rollout that is being collected needs besides the tensors that are filled."""
-
-    noise: Noise  # [T, N, ...] of all steps
-    empty_masks: Tensor  # [N, J]
-    decisions: list[tuple[Tensor, ...]]  # of the steps so far: features, parameters and the two parts of the choice
-
-
 _OF_EPISODES = ("state", "starts", "running_return", "running_length")  # attributes of the collector about unfinished episodes
 RECENT_EPISODES = 100  # finished episodes that mean returns and lengths are over
+
+
+class RolloutSource(Protocol):
+    """Collects rollouts, which may have any number of steps, and counts their episodes."""
+
+    episodes: int  # finished so far
+    env_seconds: float  # time in the environments during the last rollout
+    steps: int  # of the last rollout, real ones
+    bad_rewards: int  # steps so far whose reward was not finite
+    has_reward: bool  # whether any reward of the last rollout was finite
+    recent_returns: deque[float]
+    recent_lengths: deque[float]
+
+    def reset(self, seed: int) -> None: ...
+
+    def collect(self, generator: torch.Generator) -> Rollout: ...
+
+    def state_dict(self, *, with_episodes: bool) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Continue from a `state_dict`. Return whether it has the state of unfinished episodes; otherwise new ones must begin."""
 
 
 class Collector:
@@ -199,8 +194,6 @@ class Collector:
         self.recent_lengths: deque[float] = deque(maxlen=RECENT_EPISODES)
         self._has_stepped = False
         self._rollout: Rollout | None = None
-        self._begun: _Begun | None = None
-        self.after_step: Callable[[int], None] | None = None  # called with the steps of the rollout so far, from 0; may save a state
         # The size of the memory is noted after the last step and after earlier ones, evenly spaced: step -> row of `hidden_squares`.
         self._looks = {num_steps - 1 - row * max(1, num_steps // LOOKS): row for row in range(LOOKS)}
         elsewhere = env.device != self.device  # then observations and actions are moved in every step
@@ -213,7 +206,6 @@ class Collector:
         check_timestep(self.env, timestep)
         self.timestep = self._to_learner_device(timestep)
         self._forget_episodes()
-        self._begun = None
         self._has_stepped = False
 
     def _forget_episodes(self) -> None:
@@ -224,54 +216,36 @@ class Collector:
         self.running_length = torch.zeros(num_envs, device=self.device)
 
     def collect(self, generator: torch.Generator) -> Rollout:
-        """Return the next `num_steps` steps of every environment. The next call overwrites the rollout.
-
-        A rollout that was saved in its midst is completed.
-        """
+        """Return the next `num_steps` steps of every environment. The next call overwrites the rollout."""
         assert self.timestep is not None, "reset first"
         if self._rollout is None:
             self._rollout = Rollout.allocate(self.policy, num_steps=self.num_steps, num_envs=self.env.num_envs, length=self.length)
         rollout = self._rollout
         self.env_seconds = 0.0
         with torch.no_grad():
-            try:
-                if self._begun is None:
-                    self._begun = self._begin(rollout, generator)
-                    if self.after_step is not None:
-                        self.after_step(0)
-                self._take_steps(rollout, self._begun)
-            finally:
-                self._begun = None
+            self._take_steps(rollout, generator)
             torch.logical_not(torch.isfinite(rollout.rewards), out=rollout.bad_rewards)
             rollout.rewards.masked_fill_(rollout.bad_rewards, 0.0)
             self._fill_values(rollout)
             self._count_episodes(rollout)
         return rollout
 
-    def _begin(self, rollout: Rollout, generator: torch.Generator) -> _Begun:
-        """Draw the noise of a rollout, and forget what is left of the one before."""
-        distribution = self.policy.distribution
-        self.finals.clear()  # those of the last rollout, and of one that an error has broken off
+    def _take_steps(self, rollout: Rollout, generator: torch.Generator) -> None:
+        """Take all steps of a rollout, in the place of those of the last one, or of one that an error has broken off."""
+        self.finals.clear()
         rollout.valid.fill_(True)
         rollout.acts.fill_(True)
-        noise = distribution.noise((self.num_steps, self.env.num_envs), generator)
+        distribution = self.policy.distribution
+        drawn = distribution.noise((self.num_steps, self.env.num_envs), generator)  # of all steps
         empty_masks = torch.zeros(self.env.num_envs, len(distribution.head_names), dtype=torch.bool, device=self.device)
-        return _Begun(noise, empty_masks, [])
-
-    def _take_steps(self, rollout: Rollout, begun: _Begun) -> None:
-        """Take all steps of a rollout that are left."""
         act = fused_step(self.policy) or plain_step(self.policy)  # made for each rollout, because it copies the weights
-        for step in range(len(begun.decisions), self.num_steps):
-            noise = Noise(*(part[step] for part in begun.noise))
-            begun.decisions.append(self._step(rollout, step, noise, begun.empty_masks, act))
-            if self.after_step is not None:
-                self.after_step(step + 1)
+        decisions = [self._step(rollout, step, Noise(*(part[step] for part in drawn)), empty_masks, act) for step in range(self.num_steps)]
         # Copy the decisions of all steps at once: one stack per tensor instead of one copy per step.
         stores = (rollout.features, rollout.parameters, *rollout.choice)
-        for store, steps in zip(stores, zip(*begun.decisions, strict=True), strict=True):
+        for store, steps in zip(stores, zip(*decisions, strict=True), strict=True):
             torch.stack(steps, out=store)
         if not self.checks_at_once:
-            raise_on_empty_rows(self.policy.distribution, begun.empty_masks)
+            raise_on_empty_rows(distribution, empty_masks)
             self._raise_on_non_finite(rollout.parameters, rollout.obs)
 
     def _step(self, rollout: Rollout, step: int, noise: Noise, empty_masks: Tensor, act: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -444,27 +418,7 @@ class Collector:
             "recent_returns": list(self.recent_returns),
             "recent_lengths": list(self.recent_lengths),
             "episodes_now": self._episodes_now() if with_episodes else None,
-            "rollout": None if self._begun is None else self._rollout_now(self._begun),
         }
-
-    def _rollout_now(self, begun: _Begun) -> dict[str, Any]:
-        """Return the rollout that is being collected."""
-        assert self._rollout is not None
-        parts = {part.name: getattr(self._rollout, part.name) for part in fields(Rollout)}
-        return {
-            "parts": {name: list(part) if isinstance(part, Choice) else part for name, part in parts.items()},
-            "finals": self.finals.state_dict(),
-            "noise": list(begun.noise),
-            "empty_masks": begun.empty_masks,
-            "decisions": [torch.stack(steps) for steps in zip(*begun.decisions, strict=True)],
-        }
-
-    def _load_rollout(self, state: dict[str, Any]) -> None:
-        state = _on(state, self.device)
-        parts = state["parts"]
-        self._rollout = Rollout(**{**parts, "choice": Choice(*parts["choice"])})
-        self.finals.load_state_dict(state["finals"])
-        self._begun = _Begun(Noise(*state["noise"]), state["empty_masks"], list(zip(*state["decisions"], strict=True)))
 
     def _episodes_now(self) -> dict[str, Any]:
         assert self.timestep is not None
@@ -476,11 +430,9 @@ class Collector:
         self.episodes, self.bad_rewards = state["episodes"], state["bad_rewards"]
         self.recent_returns = deque(state["recent_returns"], maxlen=RECENT_EPISODES)
         self.recent_lengths = deque(state["recent_lengths"], maxlen=RECENT_EPISODES)
-        now, self._begun = state["episodes_now"], None
+        now = state["episodes_now"]
         if now is None:
             return False
-        if state["rollout"] is not None:
-            self._load_rollout(state["rollout"])
         self.policy.core.check_state(now["state"], self.env.num_envs)
         for name in _OF_EPISODES:
             setattr(self, name, now[name].to(self.device))

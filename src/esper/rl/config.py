@@ -121,7 +121,11 @@ class PPOConfig(Config):
     @property
     def sequence_length(self) -> int:
         """Steps in one unit of a minibatch: 1 without memory, else the number of steps that gradients flow back through."""
-        return 1 if self.network.core == "none" else (self.bptt_length or self.num_steps)
+        return self.sequence_length_of(self.num_steps)
+
+    def sequence_length_of(self, steps: int) -> int:
+        """Return the same for a rollout of this many steps."""
+        return 1 if self.network.core == "none" else (self.bptt_length or steps)
 
     def minibatches_of(self, num_envs: int) -> int:
         """Return the number of gradient steps in one pass over a rollout of `num_envs` environments: each needs at least one sequence."""

@@ -43,10 +43,10 @@ class Update(Event, tag="update"):
 
 
 class Collected(Event, tag="collected"):
-    """A part of a rollout was collected. Only trainers whose rollouts take minutes emit it, after each of their decisions."""
+    """A part of a rollout was collected. Only trainers whose rollouts take minutes emit it."""
 
     step: int  # environment steps so far, with those of this rollout
-    done: int  # decisions of this rollout
+    done: int  # parts of this rollout
     of: int
 
     def shown(self) -> Mapping[str, Any]:

@@ -132,7 +132,7 @@ class Learner:
         log = _Log(config.num_epochs * self.num_minibatches, len(self.entropy_weights), self.device)
         stopped = torch.zeros((), dtype=torch.bool, device=self.device)
         for _ in range(config.num_epochs):
-            length, parts = config.sequence_length, self.num_minibatches
+            length, parts = config.sequence_length_of(len(batch.starts)), self.num_minibatches
             dealt = minibatches(batch.starts, length=length, parts=parts, rng=self.rng, valid=batch.valid)
             placed = place([split(fragments, config.micro_batches) for fragments in dealt], self.device)
             for pieces, counts in zip(placed, batch.counts(placed, self.group), strict=True):

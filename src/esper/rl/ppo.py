@@ -33,7 +33,7 @@ from esper.parallel import ALONE, Group
 from esper.profiling import TELEMETRY
 from esper.rl.batch import Rollout
 from esper.rl.checkpoints import load_learner, save_learner
-from esper.rl.collector import Collector
+from esper.rl.collector import Collector, RolloutSource
 from esper.rl.config import PPOConfig
 from esper.rl.evaluate import MAX_STEPS, PolicyEvaluation, evaluate
 from esper.rl.events import (
@@ -91,6 +91,7 @@ class PPO:
     - `learning_rate`: replaces the schedule of the config; a function of the share of training that is left, which falls from 1 to 0.
     - `group`: the ranks that train together; all train the same policy, each in its own environments.
     - `counts_waiting`: count rows that only wait for their next episode (`Timestep.valid` is false) as steps, too.
+    - `collector`: collects rollouts for the policy in its own way; `env` then only tells what is observed and done.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class PPO:
         learning_rate: Callable[[float], float] | None = None,
         group: Group | None = None,
         counts_waiting: bool = False,
+        collector: Callable[[Policy], RolloutSource] | None = None,
         **unknown: Never,
     ) -> None:
         _check_call(env, config, learning_rate, unknown)
@@ -134,13 +136,17 @@ class PPO:
         )
         self.policy.eval()  # acting and deployment use evaluation mode; only an update trains
         self.group.broadcast_(self.policy.state_dict().values())  # a custom encoder may have different first weights on every rank
-        self.collector = Collector(
-            env,
-            self.policy,
-            num_steps=config.num_steps,
-            length=config.sequence_length,
-            time_limit_is_end=config.time_limit_is_end,
-            validate=config.validate,
+        self.collector: RolloutSource = (
+            Collector(
+                env,
+                self.policy,
+                num_steps=config.num_steps,
+                length=config.sequence_length,
+                time_limit_is_end=config.time_limit_is_end,
+                validate=config.validate,
+            )
+            if collector is None
+            else collector(self.policy)
         )
         self.learner = Learner(
             self.policy,
@@ -429,7 +435,7 @@ class PPO:
             None if state["spaces"] is None else msgspec.convert(state["spaces"], Spaces),
         )
         if env is None:
-            env = _NoEnvironment(state["num_envs"] or 1, *specs)
+            env = NoEnvironment(state["num_envs"] or 1, *specs)
         env = _as_batch(env, num_envs, options.get("device"))
         for what, ours, saved in (("observes", env.observation_spec, specs[0]), ("takes", env.action_spec, specs[1])):
             if ours != saved:
@@ -437,13 +443,13 @@ class PPO:
                     f"the environment {what} {ours}, but {path} was trained in one that {what} {saved}; give an environment like that"
                 )
         ppo = cls(env, config or msgspec.convert(state["config"], PPOConfig), **options)
-        if isinstance(env, _NoEnvironment) or env.num_envs != state["num_envs"]:
+        if isinstance(env, NoEnvironment) or env.num_envs != state["num_envs"]:
             state = _without_episodes(state, env.num_envs)
         ppo.load_state_dict(state)
         return ppo
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything needed to continue exactly, as a tree for `esper.runs`. Call it between updates, or in `collector.after_step`.
+        """Return everything needed to continue exactly, as a tree for `esper.runs`. Call it between updates.
 
         All ranks must call it; the result of rank 0 holds the state of all ranks and is the one to save.
         """
@@ -483,7 +489,7 @@ class PPO:
         self.telemetry.load_state_dict(state["monitor"])
         self._has_begun = self.collector.load_state_dict(state["collector"])
         self._reported_bad_rewards = sum(self.group.gather_objects(self.collector.bad_rewards))
-        if not self._has_begun:
+        if not self._has_begun or isinstance(self.env, NoEnvironment):  # its rollouts come from a collector that was restored as a whole
             return
         if isinstance(self.env, Saveable) and state["environment"] is not None:
             self.env.load_state_dict(state["environment"])
@@ -530,10 +536,10 @@ def _inside(env: Any) -> list[Any]:
 _KEYWORDS = list(inspect.signature(PPO.__init__).parameters)[1:-1]
 
 
-class _NoEnvironment:
-    """A placeholder for the environment of a learner that was loaded without one."""
+class NoEnvironment:
+    """Tells what is observed and done, for a learner that cannot step an environment."""
 
-    def __init__(self, num_envs: int, observation_spec: ObservationSpec, action_spec: ActionSpec, spaces: Spaces | None) -> None:
+    def __init__(self, num_envs: int, observation_spec: ObservationSpec, action_spec: ActionSpec, spaces: Spaces | None = None) -> None:
         self.num_envs, self.device = num_envs, torch.device("cpu")
         self.observation_spec, self.action_spec = observation_spec, action_spec
         self.spaces = spaces or spaces_of_specs(observation_spec, action_spec)
@@ -553,7 +559,7 @@ def _without_episodes(state: dict[str, Any], num_envs: int) -> dict[str, Any]:
     learner, rewards = state["learner"], state["learner"]["reward_normalizer"]
     if rewards is not None:
         learner = {**learner, "reward_normalizer": {**rewards, "running": torch.zeros(num_envs)}}
-    collector = {**state["collector"], "episodes_now": None, "rollout": None}
+    collector = {**state["collector"], "episodes_now": None}
     return {**state, "learner": learner, "collector": collector, "environment": None, "other_ranks": []}
 
 

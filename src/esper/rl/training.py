@@ -38,7 +38,7 @@ from esper.profiling import TELEMETRY, Profiler
 from esper.rl.checkpoints import open_store
 from esper.rl.collector import RECENT_EPISODES
 from esper.rl.evaluate import EvaluationStopped, PolicyEvaluation
-from esper.rl.events import OF_ALL_RANKS, Collected, Update
+from esper.rl.events import OF_ALL_RANKS, Update
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO, Callback, TrainingStopped
 from esper.rl.run_config import ShownConfig, TrainConfig
@@ -66,7 +66,6 @@ from esper.vecenv import EnvSource
 from esper.vecenv.registry import named
 
 _CHOOSING, _AT_THE_END = 0, 1  # seeds of the episodes that choose the best checkpoint, and of the final evaluation
-_WITHIN_S = 60.0  # seconds between checkpoints within a rollout
 _EVALUATION = "evaluation"  # key in the note of a checkpoint
 
 
@@ -125,7 +124,6 @@ class Trainer(Generic[AnyConfig]):
     run_kind: RunKind = "ppo"  # kind of its run folder
     steps_of_all_ranks: bool = True  # whether total_steps counts the steps of all ranks, or those of each
     after_checkpoint: Callable[[Path, AnyConfig, int, dict[str, Any]], None] | None = None  # writes further files of a checkpoint
-    saves_within_rollouts: bool = False  # where a rollout takes minutes: report every decision, and save once a minute
 
     def total_steps(self, config: AnyConfig, group: Group) -> int:
         """Return the steps of all environments of all ranks."""
@@ -458,11 +456,7 @@ class _Session:
             log.clock = lambda: ppo.step
         relay.connect(self._keep_for_first if log is None else self.emit)
         self._latest: dict[str, Any] = {"episodes": 0, "mean_return": math.nan, "mean_length": math.nan}  # summary of the latest update
-        self._saved_at = -math.inf  # time of the latest checkpoint of this session
-        self._within: Path | None = None  # the latest checkpoint, if it is one within a rollout
         self._has_ended = False
-        if options.trainer.saves_within_rollouts:
-            ppo.collector.after_step = self._after_decision
 
     def emit(self, event: Event, **where: Any) -> None:
         """Write an event, if this is rank 0 and its level of telemetry shows it."""
@@ -485,7 +479,7 @@ class _Session:
     def continue_from(self, before: _ResumePoint, *, is_trained: bool) -> RunResult:
         """Finish the pending evaluation of the checkpoint, then train on unless all steps were done."""
         self.best, self.eval_steps, self.awaits_evaluation = before.best, before.eval_steps, before.awaits_evaluation
-        self._latest, self._saved_at = before.summary, time.perf_counter()
+        self._latest = before.summary
         self.began -= before.seconds
         for refused in before.skipped:
             self.emit(CheckpointRefused(checkpoint=refused.path.name, reason=refused.reason))
@@ -564,19 +558,6 @@ class _Session:
                 for at, step, event in events:
                     self.emit(event, rank=rank, time=at, step=step)
 
-    def _after_decision(self, done: int) -> None:
-        """Report a decision within a rollout that takes minutes. Save before the first one of a run, and then once a minute.
-
-        Such a checkpoint only bridges the time to the next one, which removes it.
-        """
-        ppo, group = self.ppo, self.options.group
-        count = ppo.config.num_steps
-        step = ppo.step + ppo.steps_per_update * done // count
-        self.emit(Collected(step=step, done=done, of=count))
-        if done < count and group.first(lambda: time.perf_counter() - self._saved_at >= _WITHIN_S):
-            self._write_events_of_others()
-            self._write_checkpoint(step, is_within=True)
-
     def _save(self, update: Update, *, is_due: bool, is_last: bool = False) -> None:
         """Write a checkpoint after an update, and decide whether it is evaluated afterwards. All ranks must call it."""
         trainer, self._latest = self.options.trainer, _summary(update)
@@ -590,10 +571,9 @@ class _Session:
         self.best = max(score, self.best)
         self._write_checkpoint(update.step, is_best=is_best)
 
-    def _write_checkpoint(self, step: int, *, is_best: bool = False, is_within: bool = False) -> None:
-        """Write a checkpoint of the present state, and remove the one within a rollout before it. All ranks must call it."""
+    def _write_checkpoint(self, step: int, *, is_best: bool) -> None:
+        """Write a checkpoint of the present state. All ranks must call it."""
         ppo, trainer = self.ppo.state_dict(), self.options.trainer  # the state of all ranks, so all of them take part
-        self._saved_at = time.perf_counter()
         if self.log is None:
             return
         state = {
@@ -601,14 +581,11 @@ class _Session:
             "events_offset": self.log.offset(),
             "best": self.best,
             "eval_steps": self.eval_steps,
-            "awaits_evaluation": self.awaits_evaluation and not is_within,
+            "awaits_evaluation": self.awaits_evaluation,
             "seconds": self._seconds(),
             "summary": self._latest,
         }
-        saved, before = self.store.save(step, state, is_best=is_best, note=self._latest), self._within
-        self._within = saved if is_within else None
-        if before is not None:
-            self.store.discard(before)
+        self.store.save(step, state, is_best=is_best, note=self._latest)
         if trainer.after_checkpoint is not None:
             trainer.after_checkpoint(self.folder, self.config, step, state)
 

@@ -221,15 +221,15 @@ def _controller(run: Run) -> Described:
     tasks = (
         ", ".join(dict.fromkeys(f"{event['task']} with {str(event['host']).partition('-')[0]} hosts" for event in rounds)) or "no round yet"
     )
-    what = f"A controller, which decides where and when a network grows. It was trained by PPO on fleets of hosts: {_plain(tasks)}."
+    what = f"A controller, which decides where and when a network grows. It was trained by PPO on the lives of hosts: {_plain(tasks)}."
     figures = []
     if recent:
         utility, gain, rent = (sum(event[name] for event in recent) / len(recent) for name in ("utility", "gain", "rent"))
-        words = f"{figure(utility, sign='+')} (gain over the twin {figure(gain, sign='+')}, rent {figure(rent)})"
-        figures = [("rounds", f"{len(rounds):,}"), (f"mean utility of the last {len(recent)} rounds", words)]
+        words = f"{figure(utility, sign='+')} (gain {figure(gain, sign='+')}, rent {figure(rent, sign='+')})"
+        figures = [("fleets", f"{len(rounds):,}"), (f"mean utility over the twins, last {len(recent)} fleets", words)]
     limits = (
-        "The figures are of the training itself. Compare controllers on new networks, seed by seed, with `esper controller compare`; "
-        "a trained controller counts as one sample."
+        "The figures are of the training itself, in comparison with twins: the same hosts, decided for as the policy is advised, by the "
+        "heuristic or an ensemble. A trained controller counts as one sample."
     )
     load = 'import esper\nfrom esper.controller import load_controller\n\ncontroller = load_controller("controller.safetensors")'
     return what, figures, limits, f"{load}\ngrown = esper.grow(model, train_loader, val_loader, loss_fn, epochs=30, controller=controller)"

@@ -340,11 +340,6 @@ class CheckpointStore:
             self._point("best", folder)
             self._prune()
 
-    def discard(self, folder: Path) -> None:
-        """Remove a checkpoint, unless it was removed already."""
-        if folder.exists():
-            self._discard(folder)
-
     def load(self, which: Pointer | Path = "latest") -> Checkpoint:
         """Load the latest or best checkpoint, or the one at a path.
 

@@ -1,22 +1,24 @@
 """The training of a controller as pages show it: utility of its hosts by rent and by cell, their lives, and the critic.
 
-All of it comes from the events `host_ended`, `stage_entered`, `measured`, `rolled_back` and `calibration`. Imports no torch.
+All of it comes from the events `host_ended`, `round_ended` and `calibration`. Imports no torch.
 
 A cell here is a task and a family of architectures. Hosts of one seed share data, order and twin, so an interval is over the means of
-such groups.
+such groups. The twin is the same host, decided for by what the policy sees as advice: the heuristic, or an ensemble.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal, TypedDict
 
+import msgspec
 import numpy as np
 
 from esper.intervals import student_interval
-from esper.runs.analysis import ledger_of
 from esper.runs.catalog import Run
 from esper.runs.index import EventIndex
 
@@ -25,6 +27,32 @@ MOST_LINES = 8  # cells in the chart; all of them are in the table
 MOST_HOSTS = 64  # of one round on the page
 RECENT = 10  # updates whose calibration is joined
 BINS = 8  # of the joined calibration
+
+
+class ShownStage(TypedDict):
+    epoch: int
+    stage: Literal["GERMINATED", "TRAINING", "BLENDING", "HOLDING", "FOSSILIZED", "PRUNED", "EMBARGOED", "DORMANT"]
+    reason: str
+
+
+class ShownGain(TypedDict):
+    epoch: int
+    gain: float
+    gain_low: float
+    gain_high: float
+    rent: float
+
+
+class ShownSeed(TypedDict):
+    """A seed of a host, as its event tells it and pages show it."""
+
+    number: int
+    slot: str
+    blueprint: str
+    outcome: str
+    ended: int | None
+    stages: list[ShownStage]
+    contributions: list[ShownGain]
 
 
 class ControllerStory:
@@ -80,28 +108,9 @@ class ControllerStory:
         means = {name: fmean(host[name] for host in hosts) for name in ("gain", "rent", "grown", "kept")}
         return {"cell": cell, "hosts": len(hosts), "utility": mean, "low": low, "high": high, **means}
 
-    def lives(self, run: Run, number: int) -> list[dict[str, Any]]:
+    def lives(self, number: int) -> list[dict[str, Any]]:
         """Return the hosts of a round with their losses, those of their twins, and everything that their seeds went through."""
-        chosen = [host for host in self._hosts if host["round"] == number][:MOST_HOSTS]
-        began = {
-            _place(host): max(
-                (other["time"] for other in self._hosts if _place(other) == _place(host) and other["round"] < number), default=0.0
-            )
-            for host in chosen
-        }
-        ended = {_place(host): host["time"] for host in chosen}
-        happened: dict[tuple[int, int], list[dict[str, Any]]] = {place: [] for place in ended}
-        for kind in ("stage_entered", "measured", "rolled_back"):
-            for event in run.index.events(kind):
-                place = _place(event)
-                if place in ended and began[place] < event["time"] <= ended[place]:
-                    happened[place].append(event)
-        return [_life(host, happened[_place(host)]) for host in chosen]
-
-
-def _place(event: Mapping[str, Any]) -> tuple[int, int]:
-    """Return rank and index in the batch of the host that an event is about."""
-    return int(event.get("rank") or 0), int(-1 if event.get("env") is None else event["env"])
+        return [_life(host) for host in self._hosts if host["round"] == number][:MOST_HOSTS]
 
 
 def _cell(host: Mapping[str, Any]) -> str:
@@ -121,12 +130,23 @@ def _utility(hosts: list[dict[str, Any]]) -> tuple[float, float | None, float | 
     return interval.estimate, interval.low, interval.high
 
 
-def _life(host: Mapping[str, Any], happened: list[dict[str, Any]]) -> dict[str, Any]:
-    seeds = [seed.as_dict() for seed in ledger_of(sorted(happened, key=lambda event: float(event["time"]))).seeds]
-    for seed in seeds:
-        if seed["outcome"] == "living":  # the round has ended and pruned what was not kept
-            seed |= {"outcome": "not kept", "ended": host["horizon"]}
-    return {**{name: value for name, value in host.items() if name not in ("kind", "run", "time", "step")}, "seeds": seeds}
+def _life(host: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what pages show of a host; without its seeds if the log does not tell them as expected."""
+    shown = {name: value for name, value in host.items() if name not in ("kind", "run", "time", "step", "seeds")}
+    with contextlib.suppress(msgspec.ValidationError):
+        return {**shown, "seeds": msgspec.convert(host["seeds"], list[ShownSeed], strict=False)}
+    return {**shown, "seeds": []}
+
+
+def others_in_words(life: Mapping[str, Any]) -> str:
+    """Return the steps of a life that were not the advised ones.
+
+    >>> others_in_words({"others": ["wait instead of look", "wait instead of look"]}), others_in_words({"others": []})
+    ('Not as advised: wait instead of look (2 times)', 'Decided as advised')
+    """
+    times = Counter(map(str, life["others"]))
+    told = (f"{step} ({count} times)" if count > 1 else step for step, count in times.items())
+    return f"Not as advised: {'; '.join(told)}" if times else "Decided as advised"
 
 
 def joined_calibration(run: Run) -> dict[str, Any] | None:

@@ -17,16 +17,18 @@ from typing import Any
 from esper.files import printable, write_in_run
 from esper.runs.analysis import sections_about_seeds
 from esper.runs.catalog import Run, Summary, open_run
-from esper.runs.controller_story import ControllerStory, joined_calibration
+from esper.runs.controller_story import ControllerStory, joined_calibration, others_in_words
 from esper.runs.folder import Kind, RunError
 from esper.runs.health import lights
 from esper.runs.opponents import LEAST_BATTLES, RECENT, clock, opponent_rows, replay_rows, replays_of, result_of, win_rates
 from esper.runs.page import Line, Scale, chart, note, render, section, table, tiles
 from esper.runs.sections import (
     CHARTS,
+    STEP,
     curve,
     drawn_charts,
     in_grid,
+    per_second,
     problem_section,
     remarks_on,
     settings_section,
@@ -38,7 +40,7 @@ REPORT = "report.html"
 LAST_ROUNDS = 10  # values whose mean is the figure of now
 MOST_OPPONENTS = 20  # in the table of opponents
 # Number of charts at the beginning of CHARTS that are about the task; the others are about the learner.
-OWN_CHARTS: dict[Kind, int] = {"ppo": 2, "arena": 5, "controller": 6}
+OWN_CHARTS: dict[Kind, int] = {"ppo": 2, "arena": 5, "controller": 7}
 _TITLES = {"ppo": "policy", "controller": "controller", "arena": "player"}
 _STATES = {
     "running": "is training",
@@ -94,7 +96,7 @@ def _headline(run: Run, summary: Summary) -> str:
     share = "" if summary.progress is None or summary.state == "finished" else f", {summary.progress:.0%} of the training"
     value = "" if summary.best is None else f"{summary.best:.1%}" if summary.figure == "win rate" else figure(summary.best, 3)
     best = "" if summary.best is None else f" · best {summary.figure} {value}"
-    return f"The {_TITLES[run.kind]} {_STATES[summary.state]} after {summary.step:,} steps{share}{best}"
+    return f"The {_TITLES[run.kind]} {_STATES[summary.state]} after {summary.step:,} {STEP[run.kind]}{share}{best}"
 
 
 def _tiles(run: Run, summary: Summary) -> list[tuple[str, str]]:
@@ -106,7 +108,7 @@ def _tiles(run: Run, summary: Summary) -> list[tuple[str, str]]:
         rounds = run.index.series("round_ended/utility").values
         if len(rounds):
             found.append(
-                (figure(float(rounds[-LAST_ROUNDS:].mean()), sign="+"), f"utility, mean of the last {min(len(rounds), LAST_ROUNDS)} rounds")
+                (figure(float(rounds[-LAST_ROUNDS:].mean()), sign="+"), f"utility, mean of the last {min(len(rounds), LAST_ROUNDS)} fleets")
             )
     if evaluated:
         value = float(evaluated[0]["mean_return"])  # raw events hold "nan" as a text
@@ -119,11 +121,11 @@ def _tiles(run: Run, summary: Summary) -> list[tuple[str, str]]:
         )
     returns = run.index.series("update/mean_return").values
     if len(returns):
-        found.append((figure(float(returns[-1]), 3), "return in training, last 100 episodes"))
-    found.append((f"{summary.step:,}", "steps"))
+        found.append((figure(float(returns[-1]), 3), f"return in training, last 100 {'lives' if run.kind == 'controller' else 'episodes'}"))
+    found.append((f"{summary.step:,}", STEP[run.kind]))
     speed = run.index.series("update/steps_per_second").values
     if len(speed):
-        found.append((f"{float(speed[-LAST_ROUNDS:].mean()):,.0f}", "steps per second"))
+        found.append((per_second(float(speed[-LAST_ROUNDS:].mean())), f"{STEP[run.kind]} per second"))
     if ended := run.index.events("run_ended")[-1:]:
         found.append((duration(ended[0]["seconds"]), "of training"))
     return found
@@ -137,7 +139,7 @@ def _circumstances(run: Run) -> str:
             for started in run.index.events("run_started")[-1:]
             for part in (
                 started["env_id"],
-                f"{started['num_envs']:,} environments",
+                f"{started['num_envs']:,} {'lives in a round' if run.kind == 'controller' else 'environments'}",
                 f"{started['parameters']:,} parameters",
                 f"on {started['device']}",
             )
@@ -241,7 +243,7 @@ def _controller_sections(run: Run) -> list[str]:
     ]
     rows = [
         (row["cell"], f"{row['hosts']:,}", _interval(row["utility"], row["low"], row["high"]), figure(row["gain"], sign="+"),
-         figure(row["rent"]), f"{row['grown']:.2f}", f"{row['kept']:.2f}")
+         figure(row["rent"], sign="+"), f"{row['grown']:.2f}", f"{row['kept']:.2f}")
         for row in found["cells"]
     ]  # fmt: skip
     heading = ("task and host", "hosts", "utility", "gain", "rent", "grown", "kept")
@@ -252,7 +254,7 @@ def _controller_sections(run: Run) -> list[str]:
         sections.append(section("Cells", table(heading, rows, numbers=range(1, 7)), about))
     if found["rounds"]:
         number = found["rounds"][-1]
-        lives = [_life(life) for life in story.lives(run, number)]
+        lives = [_life(life) for life in story.lives(number)]
         sections.append(
             section(f"Hosts of round {number}, the newest", note(ABOUT_HOSTS), HOST_LEGEND, '<div class="hosts">', *lives, "</div>")
         )
@@ -271,7 +273,9 @@ def _interval(value: float, low: float | None, high: float | None) -> str:
 
 def _life(life: Mapping[str, Any]) -> str:
     """Return one host: its losses beside those of its twin, small, and everything that its seeds went through when it is opened."""
-    utility = "good" if life["utility"] > 0 else "trouble" if life["utility"] < 0 else ""
+    shown = round(life["utility"], 4)  # hosts that are decided alike may differ by their last bits
+    colour = "good" if shown > 0 else "trouble" if shown < 0 else ""
+    utility, gain, rent = (figure(life[name], sign="+") for name in ("utility", "gain", "rent"))
     head = f"{life['rent_level']} rent · {life['kept']}/{life['grown']} kept"
     lines = [
         (str(entry["epoch"]), f"seed {seed['number']}: {seed['blueprint']} after {seed['slot']}", entry["stage"].lower(),
@@ -280,14 +284,13 @@ def _life(life: Mapping[str, Any]) -> str:
         for entry in seed["stages"]
     ]  # fmt: skip
     words = (
-        f"Host {life['env']}: {life['task']}, {life['host']}, rent of parameters {figure(life['rent_parameters'])}. Utility "
-        f"{figure(life['utility'], sign='+')} = gain over the twin {figure(life['gain'], sign='+')} − rent {figure(life['rent'])}; "
-        f"{life['rollbacks']} rollbacks."
+        f"Host {life['env']}: {life['task']}, {life['host']}, price of parameters {figure(life['rent_parameters'])}. Utility {utility} = "
+        f"gain {gain} − rent {rent}, both in comparison with the twin; {life['rollbacks']} rollbacks. {others_in_words(life)}."
     )
     nothing = "The log has no stages of its seeds." if life["grown"] else "The controller grew nothing in this host."
     inside = table(("segment", "seed", "stage", "why"), lines, numbers=(0,)) if lines else f"<p>{nothing}</p>"
     return (
-        f'<details><summary>{_life_drawing(life)}<small>{escape(head)}</small> <b class="{utility}">{figure(life["utility"], 3, sign="+")}'
+        f'<details><summary>{_life_drawing(life)}<small>{escape(head)}</small> <b class="{colour}">{figure(shown, 3, sign="+")}'
         f'</b></summary><p>{escape(words)}</p><div class="wide">{inside}</div></details>'
     )
 
@@ -322,12 +325,12 @@ def _is_finite(value: object) -> bool:
 
 _LOSSES = {"twin_losses": ("twin", ' stroke-dasharray="4 3"'), "val_losses": ("validation", "")}
 ABOUT_UTILITY = (
-    "Gain over the twin minus rent, in nats: mean over hosts, with the 95 % interval over groups of hosts that share a twin. The cells are "
-    "those with the most hosts."
+    "Gain over the twin minus the rent that is paid beyond the twin's, in nats: mean over hosts, with the 95 % interval over groups of "
+    "hosts that share a twin. The twin is the same host, decided for as the policy is advised. The cells are those with the most hosts."
 )
 ABOUT_HOSTS = (
-    "Validation loss of each host (solid) beside its twin, which never grows (dashed). Dots tell when a seed germinated, was kept or was "
-    "pruned. Open a host to see its life."
+    "Validation loss of each host (solid) beside its twin, the same host decided for as the policy is advised (dashed). Dots tell when a "
+    "seed germinated, was kept or was pruned. Open a host to see its life."
 )
 HOST_LEGEND = '<div class="legend">' + "".join(
     f'<span class="mark" style="--of:var(--{colour})">{word}</span>'

@@ -19,6 +19,7 @@ from esper.runs.index import Series, thinned
 from esper.runs.page import WIDTH, Line, chart, note, section, table, tiles
 
 POINTS = 500  # of a curve in a report, at most
+STEP: dict[Kind, str] = {"growth": "epochs", "ppo": "steps", "arena": "steps", "controller": "lives"}  # what the step of a run counts
 SMALL = (440, 220)  # width and height of a chart beside another one
 MIB = 2**20
 
@@ -65,6 +66,7 @@ CHARTS: dict[Kind, tuple[Curves, ...]] = {
     "controller": (
         Curves("utility of a fleet", {"utility": "round_ended/utility"}),
         Curves("gain and rent", {"gain": "round_ended/gain", "rent": "round_ended/rent"}),
+        Curves("share of lives decided as advised", {"as advised": "round_ended/alike"}, is_percent=True),
         Curves("decisions by kind", {"": "round_ended/decisions/"}),
         Curves("seeds grown and kept", {"grown": "round_ended/grown", "kept": "round_ended/kept"}),
         Curves("rollbacks", {"rollbacks": "round_ended/rollbacks"}),
@@ -85,8 +87,8 @@ def _use_of(kind: str) -> tuple[Curves, ...]:
     )
 
 
+_SAMPLES = Curves("samples per second", {"samples per second": "update/steps_per_second"})
 _LEARNER_SYSTEM = (
-    Curves("samples per second", {"samples per second": "update/steps_per_second"}),
     Curves(
         "seconds of an update",
         {
@@ -105,9 +107,13 @@ SYSTEM: dict[Kind, tuple[Curves, ...]] = {
         Curves("wait for data, seconds per epoch", {"wait": "epoch_ended/data_wait_seconds"}),
         *_use_of("epoch_ended"),
     ),
-    "ppo": _LEARNER_SYSTEM,
-    "arena": _LEARNER_SYSTEM,
-    "controller": (*_LEARNER_SYSTEM, Curves("memory per host, bytes", {"memory": "round_ended/memory_per_host"})),
+    "ppo": (_SAMPLES, *_LEARNER_SYSTEM),
+    "arena": (_SAMPLES, *_LEARNER_SYSTEM),
+    "controller": (
+        Curves("lives per second", {"lives per second": "update/steps_per_second"}),
+        *_LEARNER_SYSTEM,
+        Curves("memory per host, bytes", {"memory": "round_ended/memory_per_host"}),
+    ),
 }
 
 
@@ -148,7 +154,7 @@ def drawn_charts(run: Run, wanted: Iterable[Curves], *, is_small: bool = True) -
     width, height = SMALL if is_small else (WIDTH, 250)
     names, drawn = run.index.names(), []
     for curves in wanted:
-        lines, axis = [], "epochs" if run.kind == "growth" else "steps"
+        lines, axis = [], STEP[run.kind]
         for label, name in series_of(names, curves).items():
             line = curve(run.index.series(name), label)
             if name.startswith("round_ended/"):  # fleets of one update end at the same step, so they are numbered instead
@@ -172,7 +178,7 @@ def in_grid(charts: Iterable[str]) -> str:
 # The machine
 
 
-def _per_second(value: float) -> str:
+def per_second(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -183,9 +189,10 @@ def _mib(value: float) -> str:
 def system_figures(run: Run) -> list[tuple[str, str]]:
     """Return the newest figures of the machine as (value, name), in units for people."""
     is_growth = run.kind == "growth"
+    speed = "lives per second" if run.kind == "controller" else "samples per second"
     kind = "epoch_ended" if is_growth else "update"
     wanted: list[tuple[str, str, Callable[[float], str]]] = [
-        ("samples per second", "samples_per_second" if is_growth else "steps_per_second", _per_second),
+        (speed, "samples_per_second" if is_growth else "steps_per_second", per_second),
         ("per step", "step_seconds", lambda value: f"{1000 * value:.3g} ms"),
         ("wait for data", "data_wait_seconds", lambda value: f"{value:.2g} s"),
         ("collecting", "collect_seconds", lambda value: f"{value:.2g} s"),

@@ -372,20 +372,20 @@ def test_the_state_of_the_heuristic_survives_a_resume() -> None:
 def test_a_training_too_short_to_grow_anything_says_so_from_the_first_decision(lifecycle: LifecycleConfig, least: int) -> None:
     heuristic = Heuristic(GrowthConfig(lifecycle=lifecycle))
     for epoch in range(least):
-        decision = heuristic.decide(state(epoch, train=(2.2,) * epoch, epochs=least - 1))
+        decision = heuristic.decide(state(epoch, train=(2.2,) * epoch, epochs=least - 1, lifecycle=lifecycle))
         assert not decision.probe
         assert f"nothing can grow in {least - 1} epochs" in decision.reason
         assert f"train for at least {least} epochs" in decision.reason
     assert heuristic.why_nothing_can_grow(least) == ""
     assert heuristic.why_nothing_can_grow(None) == ""
-    assert heuristic.decide(state(1, train=(2.2,), epochs=least)).probe
+    assert heuristic.decide(state(1, train=(2.2,), epochs=least, lifecycle=lifecycle)).probe
 
 
 def test_no_seed_germinates_too_late_to_be_kept() -> None:
     early = {"train": (2.2,), "epochs": 5}
     assert not Heuristic(GrowthConfig()).decide(state(1, **early)).probe
     assert Heuristic(GrowthConfig()).decide(state(1, train=(2.2,), epochs=6)).probe
-    assert not Heuristic(GrowthConfig(lifecycle=LifecycleConfig(raise_mode="shadow"))).decide(state(1, train=(2.2,), epochs=6)).probe
+    assert not Heuristic(GrowthConfig()).decide(state(1, train=(2.2,), epochs=6, lifecycle=LifecycleConfig(raise_mode="shadow"))).probe
 
 
 def test_a_first_step_takes_the_largest_chain_that_the_data_can_teach() -> None:

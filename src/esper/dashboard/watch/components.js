@@ -141,24 +141,26 @@ export const HostLives = {
   <header><h3>hosts of round {{ round }}</h3><span class="spacer"></span>
     <label v-if="rounds.length > 1">round <select :value="round" @change="choose(Number($event.target.value))" aria-label="round"><option v-for="number in rounds" :key="number" :value="number">{{ number }}{{ number === rounds.at(-1) ? ', the newest' : '' }}</option></select></label></header>
   <p v-if="!rounds.length" class="quiet">The first round is under way. Its hosts appear here when they have reached their horizon.</p>
-  <p v-else class="quiet">Validation loss of each host (solid) beside its twin, which never grows (dashed). Dots: a seed grew (light blue), was kept (green) or pruned (orange).</p>
+  <p v-else class="quiet">Validation loss of each host (solid) beside its twin, the same host decided for as the policy is advised (dashed). Dots: a seed grew (light blue), was kept (green) or pruned (orange).</p>
   <div class="lives">
     <button v-for="(life, index) in lives" :key="index" type="button" class="life-card" :class="{ 'is-on': opened === index }" :aria-expanded="opened === index" :data-host="life.env" @click="opened = opened === index ? null : index">
       <span v-html="small(life)"></span>
       <small>{{ life.rent_level }} rent · {{ life.kept }}/{{ life.grown }} kept</small>
-      <b :class="{ 'is-good': life.utility > 0, 'is-bad': life.utility < 0 }">{{ life.utility > 0 ? '+' : '' }}{{ format(life.utility, 2) }}</b>
+      <b :class="{ 'is-good': worth(life) > 0, 'is-bad': worth(life) < 0 }">{{ worth(life) > 0 ? '+' : '' }}{{ format(worth(life), 2) }}</b>
     </button>
   </div>
   <div v-if="life" class="detail" data-life>
     <h4>host {{ life.env }}: {{ life.task }}, {{ life.host }}, {{ life.rent_level }} rent ({{ format(life.rent_parameters, 2) }})</h4>
-    <p>utility {{ format(life.utility) }} = gain over the twin {{ format(life.gain) }} − rent {{ format(life.rent) }} · {{ life.rollbacks }} rollbacks · last loss {{ format(life.val_losses.at(-1)) }}, twin {{ format(life.twin_losses.at(-1)) }}</p>
-    <p v-if="!life.seeds.length" class="quiet">The controller grew nothing in this host.</p>
+    <p>utility {{ format(life.utility) }} = gain {{ format(life.gain) }} − rent {{ format(life.rent) }}, both in comparison with the twin · {{ life.rollbacks }} rollbacks · last loss {{ format(life.val_losses.at(-1)) }}, twin {{ format(life.twin_losses.at(-1)) }}</p>
+    <p data-others>{{ life.others.length ? 'Not as advised: ' + life.others.join('; ') : 'Decided as advised' }}.</p>
+    <p v-if="!life.seeds.length" class="quiet">{{ life.grown ? 'The log has no stages of its seeds.' : 'The controller grew nothing in this host.' }}</p>
     <div v-else class="scroll" v-html="timeline(life)"></div>
     <ol class="log"><template v-for="seed in life.seeds" :key="seed.number"><li v-for="(entry, index) in seed.stages" :key="index"><b>seed {{ seed.number }}, segment {{ entry.epoch }}: {{ stages[entry.stage]?.word ?? entry.stage }}</b> {{ seed.blueprint }} after {{ seed.slot }}: {{ entry.reason }}</li></template></ol>
   </div>
 </section>`,
   created() {
-    Object.assign(this, { format, stages: STAGES, small: lifeSvg, timeline: (life) => timelineSvg(life.seeds, Math.max(life.horizon, 1)) });
+    const worth = (life) => life.utility === null ? null : Math.round(1e4 * life.utility) / 1e4; // lives that are decided alike may differ by their last bits
+    Object.assign(this, { format, worth, stages: STAGES, small: lifeSvg, timeline: (life) => timelineSvg(life.seeds, Math.max(life.horizon, 1)) });
     this.load();
   },
   computed: {

@@ -84,6 +84,7 @@ class Heuristic:
         self._has_warned = False  # about intervals that cannot decide
 
     def decide(self, state: GrowthState) -> Decision:
+        self.lifecycle = state.lifecycle  # that of the run, whatever the config said
         # Existing seeds are reviewed in any case. New ones come in two steps: request a probe, and grow one epoch later by its results.
         actions = [action for slot in state.slots for action in self._review(slot, state)]
         if why := self.why_nothing_can_grow(state.epochs) or self._cannot_judge:
