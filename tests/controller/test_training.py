@@ -248,7 +248,7 @@ def test_a_start_that_does_not_fit_is_refused_in_one_sentence_before_a_folder_is
     wider = msgspec.structs.replace(fits, network=msgspec.structs.replace(NETWORK, width=24))
     memory = msgspec.structs.replace(fits, ppo=msgspec.structs.replace(fits.ppo, network=NetworkConfig(core="gru", hidden_size=12)))
     for config, words in (
-        (wider, r"^network: expected .*width=16.*, those of .*policy\.safetensors, got .*width=24"),
+        (wider, r"^network: expected a width of 16 and .*, those of .*policy\.safetensors, got 24 and"),
         (memory, r"^network: expected .*core='lstm'.*, those of .*policy\.safetensors, got .*core='gru'"),
         (msgspec.structs.replace(CONFIG, start=str(tmp_path / "missing")), "^there is no file .*missing; give the path"),
     ):

@@ -24,7 +24,7 @@ import torch
 from esper.controller.config import ControllerConfig
 from esper.controller.learned import Learned, load_controller, save_controller
 from esper.controller.lives import Lives
-from esper.controller.policy import SIZES, make_policy
+from esper.controller.policy import SIZES, StepEncoder, make_policy
 from esper.controller.trained import file_of
 from esper.devices import determinism, find_device, threads
 from esper.growth.controllers.heuristic import Heuristic
@@ -83,9 +83,12 @@ def first_policy(config: ControllerConfig, begun: Learned | None) -> Policy:
     network, memory = config.network, config.ppo.network
     if begun is None or begun.policy is None:
         return make_policy(network, memory, SIZES, generator=Streams(config.ppo.seed).torch("controller"))
-    theirs = begun.description
-    if (theirs.network, theirs.memory) != (network, memory):
-        raise ValueError(f"network: expected {theirs.network} and {theirs.memory}, those of {config.start}, got {network} and {memory}")
+    assert isinstance(begun.policy.encoder, StepEncoder)
+    theirs, their_memory = begun.policy.encoder.config, begun.policy.network
+    if (theirs.width, their_memory) != (network.width, memory):  # the trust is learned
+        raise ValueError(
+            f"network: expected a width of {theirs.width} and {their_memory}, those of {config.start}, got {network.width} and {memory}"
+        )
     return begun.policy
 
 
