@@ -49,7 +49,7 @@ UNITS = (0.1, 1.0, 1.0)  # typical changes: of the loss, in units of its scale, 
 class Change(NamedTuple):
     """What a step changes at the end of the training, in comparison with the advised one."""
 
-    loss: float  # of the test data, in units of the scale
+    loss: float  # of data that the host did not learn from, in units of the scale
     parameters: float  # of log(1 + added / host)
     flops: float  # likewise
 

@@ -48,6 +48,7 @@ def save_controller(
 
     `gains` says how the ensemble decides; a policy has its own settings.
     """
+    assert policy is not None or ensemble is not None, "a controller file holds a policy, an ensemble or both"
     network = memory = None
     if policy is not None:
         if not isinstance(policy.encoder, StepEncoder):

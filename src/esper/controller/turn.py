@@ -194,7 +194,7 @@ _ACTIONS: dict[Op, type[Advance | Fossilize | Prune]] = {"advance": Advance, "fo
 
 
 def _measured(slot: SlotState) -> str:
-    return "" if slot.contribution is None else slot.contribution.in_words()
+    return "not measured" if slot.contribution is None else slot.contribution.in_words()
 
 
 def grown(state: GrowthState, move: Move) -> GrowthState:
