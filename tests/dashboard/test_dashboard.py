@@ -586,8 +586,8 @@ def test_the_table_shows_all_runs_with_their_state_and_figures_of_a_plain_loop(p
     ):
         values = [event[field] for event in lines_of(runs / name) if event["kind"] == kind]
         row = f"[data-run='{name}']"
-        assert math.isclose(number(page.text(f"{row} [data-last]")), values[-1], rel_tol=1e-3)
-        assert math.isclose(number(page.text(f"{row} [data-best]")), best(values), rel_tol=1e-3)
+        assert math.isclose(number(page.text(f"{row} [data-last]")), values[-1], rel_tol=5e-3)
+        assert math.isclose(number(page.text(f"{row} [data-best]")), best(values), rel_tol=5e-3)
         assert page.text(f"{row} [data-progress]").strip() == "100 %"
     steps = max(event["step"] for event in lines_of(runs / "killed") if event["kind"] == "update")
     whole = next(event["total_steps"] for event in lines_of(runs / "killed") if event["kind"] == "run_started")
@@ -635,8 +635,8 @@ def test_figures_of_the_controllers_page_equal_a_plain_loop_and_a_host_opens(pag
     events = lines_of(runs / "controller")
     rounds = [event for event in events if event["kind"] == "round_ended"]
     hosts = [event for event in events if event["kind"] == "host_ended"]
-    assert math.isclose(number(page.text("[data-last]")), rounds[-1]["utility"], rel_tol=1e-3)
-    assert math.isclose(number(page.text("[data-best]")), max(event["utility"] for event in rounds), rel_tol=1e-3)
+    assert math.isclose(number(page.text("[data-last]")), rounds[-1]["utility"], rel_tol=5e-3)
+    assert math.isclose(number(page.text("[data-best]")), max(event["utility"] for event in rounds), rel_tol=5e-3)
     assert number(page.text("[data-cell] td:nth-child(2)")) == len(hosts)
     wait_for_chart(page, "decisions by kind", f"nothing {rounds[-1]['decisions']['nothing']} at {len(rounds)}")
     last = [host for host in hosts if host["round"] == rounds[-1]["round"]]

@@ -209,7 +209,6 @@ def load_after(view: ObservedMove) -> float:
 
 
 MOVE: FeatureTable[ObservedMove] = FeatureTable((
-    flag("grows", lambda v: bool(v.move.choices)),
     flag("is_wider", lambda v: any(candidate.widened for _, candidate in v.move.choices)),
     flag("is_deeper", lambda v: any(not one.widened and one.blueprint != NORM for _, one in v.move.choices)),
     signed_log("seeds", "count", 1, 30, lambda v: len(v.move.choices)),
@@ -384,7 +383,7 @@ def samples_needed(view: Seen) -> float | None:
 
 
 OPTION: FeatureTable[Seen] = FeatureTable((
-    *(of_move(feature) for feature in MOVE.features if feature.name != "grows"),
+    *(of_move(feature) for feature in MOVE.features),
     *(is_blueprint(name) for name in BLUEPRINTS),
     flag("is_option", lambda v: True),
     flag("is_advised", lambda v: v.turn.advised == Step("germinate", v.target.name, v.move.name)),
