@@ -638,7 +638,7 @@ def test_figures_of_the_controllers_page_equal_a_plain_loop_and_a_host_opens(pag
     assert math.isclose(number(page.text("[data-last]")), rounds[-1]["utility"], rel_tol=5e-3)
     assert math.isclose(number(page.text("[data-best]")), max(event["utility"] for event in rounds), rel_tol=5e-3)
     assert number(page.text("[data-cell] td:nth-child(2)")) == len(hosts)
-    wait_for_chart(page, "decisions by kind", f"nothing {rounds[-1]['decisions']['nothing']} at {len(rounds)}")
+    wait_for_chart(page, "decisions by kind", f"wait {rounds[-1]['decisions']['wait']} at {len(rounds)}")
     last = [host for host in hosts if host["round"] == rounds[-1]["round"]]
     assert [float(text) for text in page.texts("[data-host] b")] == pytest.approx([host["utility"] for host in last], rel=0.06)
     grown = next(place for place, host in enumerate(last) if host["grown"])
