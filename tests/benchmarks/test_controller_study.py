@@ -56,7 +56,7 @@ def test_rules_of_growth_are_a_part_of_the_name_and_compared_with_the_arm_withou
 
 def test_differences_are_means_of_cells_and_the_costs_those_of_all() -> None:
     def run(number: int, seed: int, arm: str, loss: float, gflops: float) -> dict[str, object]:
-        return {"draw": 0, "number": number, "seed": seed, "arm": arm, "test_loss": loss, "rent_paid": 0.1, "gflops": gflops}
+        return {"draw": 0, "number": number, "seed": seed, "arm": arm, "test_loss": loss, "rent_paid": 0.1, "gflops": gflops, "seeds": []}
 
     runs = [run(0, 0, "a", 1.0, 2.0), run(0, 0, "b", 1.5, 1.0), run(0, 1, "a", 1.0, 2.0), run(0, 1, "b", 1.1, 1.0)]
     runs += [run(1, 0, "a", 1.0, 4.0), run(1, 0, "b", 1.0, 1.0), run(2, 0, "a", 9.0, 1.0)]
