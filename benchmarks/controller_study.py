@@ -1,4 +1,4 @@
-"""What controllers are worth beside the heuristic, in cells that nothing was chosen on.
+"""Compare controllers with the heuristic, in cells that no setting was chosen by.
 
     python benchmarks/controller_study.py --draw 4 --cells 200 --rents 0.003 0.01 0.03 0.1 --hosts 3 1 1 1 --device cuda --jobs 15 \
         --arms never heuristic lookahead learned.safetensors policy.safetensors

@@ -38,7 +38,7 @@ from esper.controller.config import ControllerConfig, DomainConfig, StepNetworkC
 from esper.controller.events import RoundEnded
 from esper.controller.lives import Lives
 from esper.controller.policy import StepController
-from esper.controller.training import first_policy
+from esper.controller.training import first_policy, make_learner
 from esper.devices import find_device, threads
 from esper.fleet import FleetConfig
 from esper.fleet.device import Reading
@@ -48,8 +48,7 @@ from esper.growth.config import BudgetConfig, GrowthConfig
 from esper.growth.controllers.heuristic import Heuristic
 from esper.parallel import ALONE, Group, joined
 from esper.rl import PPO
-from esper.rl.ppo import NoEnvironment
-from esper.runs import Event, load_module
+from esper.runs import Event
 from esper.tasks import Task, load_task
 from fleet import CudaMemory, ResidentMemory, compiles, synthetic_task
 from records import Output, Record, metadata
@@ -110,20 +109,8 @@ def settings(options: argparse.Namespace, task: str) -> ControllerConfig:
 def make_loop(
     config: ControllerConfig, load: Callable[[str], Task], device: torch.device, on_event: Callable[[Event], None], group: Group = ALONE
 ) -> PPO:
-    first = first_policy(config, None)
-    ppo = PPO(
-        NoEnvironment(config.hosts, first.observation_spec, first.action_spec),
-        config.ppo,
-        first.encoder,
-        actor=first.actor,
-        critic=first.critic,
-        on_event=on_event,
-        group=group,
-        counts_waiting=True,
-        collector=partial(Lives, config, Heuristic, load, device=device, on_event=on_event, group=group),
-    )
-    load_module(ppo.policy, first.state_dict())
-    return ppo
+    lives = partial(Lives, config, Heuristic, load, device=device, on_event=on_event, group=group)
+    return make_learner(config, first_policy(config, None), lives, on_event=on_event, group=group)
 
 
 def one_round(ppo: PPO) -> None:

@@ -7,8 +7,8 @@ heuristic, in nats. In ten short rounds it learns how to help hosts whose traini
     python examples/train_a_controller.py
 
 round  1/10   32 lives so far  mean return +0.077 nats
-round 10/10  320 lives so far  mean return +0.322 nats
-learned on a host of 4-8-16 channels: …
+round 10/10  320 lives so far  mean return +0.460 nats
+learned on a host of 4-8-16 channels: kept 1 of 1 seed · validation loss 2.316 -> 0.068 · …
 """
 
 import tempfile

@@ -24,6 +24,7 @@ from esper.controller.events import HostEnded, RoundEnded
 from esper.controller.features import observe
 from esper.controller.lives import Life, Lives, count_blueprints
 from esper.controller.policy import SIZES, Sizes, Taken, batch, sizes_for
+from esper.controller.training import make_learner
 from esper.controller.turn import OPS, WAIT, Turn
 from esper.fleet.config import FleetConfig
 from esper.fleet.data import TaskTensors
@@ -33,12 +34,10 @@ from esper.growth.controllers.heuristic import Heuristic
 from esper.growth.lifecycle.stages import Decision, GrowthState
 from esper.rl import PPO
 from esper.rl.batch import Rollout
-from esper.rl.collector import RolloutSource
 from esper.rl.config import NetworkConfig
 from esper.rl.distributions import Choice
 from esper.rl.events import Collected
 from esper.rl.policy import Policy
-from esper.rl.ppo import NoEnvironment
 from esper.runs import Event
 from esper.tasks import load_task
 from tests.controller.hosts import seed_on_trial
@@ -307,13 +306,7 @@ def test_a_loss_that_is_not_finite_is_a_bad_reward_and_its_life_teaches_nothing(
 def learner_of(config: ControllerConfig, *, trust: float = 1.0, collector: Any = None) -> PPO:
     """Build a learner as the training of controllers does."""
     first = new_policy(trust=trust, memory=config.ppo.network)
-    parts: dict[str, Any] = {"actor": first.actor, "critic": first.critic, "counts_waiting": True}
-
-    def make(policy: Policy) -> RolloutSource:
-        return Lives(config, Heuristic, load, policy, device=CPU)
-
-    env = NoEnvironment(config.hosts, first.observation_spec, first.action_spec)
-    return PPO(env, config.ppo, first.encoder, collector=collector or make, **parts)
+    return make_learner(config, first, collector or (lambda policy: Lives(config, Heuristic, load, policy, device=CPU)))
 
 
 # What is drawn
@@ -381,14 +374,7 @@ def test_hosts_that_are_too_large_for_the_policy_are_decided_as_advised_and_teac
 
 def test_a_round_without_a_single_choice_changes_nothing(collecting: Any) -> None:
     policy = new_policy(sizes=Sizes(1, 1))
-    ppo = PPO(
-        NoEnvironment(TWO_BLOCKS.hosts, policy.observation_spec, policy.action_spec),
-        TWO_BLOCKS.ppo,
-        policy.encoder,
-        actor=policy.actor,
-        critic=policy.critic,
-        collector=lambda own: collecting(own, TWO_BLOCKS).lives,
-    )
+    ppo = make_learner(TWO_BLOCKS, policy, lambda own: collecting(own, TWO_BLOCKS).lives)
     before = {name: weight.clone() for name, weight in ppo.policy.state_dict().items()}
     outcome = ppo.update(ppo.collect())
     assert outcome.skipped == 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -29,12 +29,13 @@ from esper.controller.trained import file_of
 from esper.devices import determinism, find_device, threads
 from esper.growth.controllers.heuristic import Heuristic
 from esper.parallel import ALONE, Group
+from esper.rl.collector import RolloutSource
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO, NoEnvironment
 from esper.rl.run_setup import Relay
 from esper.rl.training import RunOptions, RunResult, Trainer, run_trainer
 from esper.rng import Streams
-from esper.runs import load_module
+from esper.runs import Event, load_module
 from esper.runs.folder import RunError
 from esper.tasks import TASKS, Task, TaskError, load_task
 
@@ -61,21 +62,34 @@ def prepare_controller(config: ControllerConfig, group: Group = ALONE) -> Iterat
             begun = None if config.start is None else load_controller(file_of(config.start))
             first, advisor = first_policy(config, begun), Heuristic if begun is None else begun.advisor
             lives = partial(Lives, config, advisor, partial(load_task_from, config.data_dir), device=device, on_event=relay, group=group)
-            ppo = PPO(
-                NoEnvironment(config.hosts, first.observation_spec, first.action_spec),
-                config.ppo,
-                first.encoder,
-                actor=first.actor,
-                critic=first.critic,
-                on_event=relay,
-                group=group,
-                counts_waiting=True,
-                collector=lives,
-            )
+            ppo = make_learner(config, first, lives, on_event=relay, group=group)
         except (ValueError, TaskError) as error:
             raise RunError(str(error)) from error
-        load_module(ppo.policy, first.state_dict())
         yield ppo, relay
+
+
+def make_learner(
+    config: ControllerConfig,
+    first: Policy,
+    lives: Callable[[Policy], RolloutSource],
+    *,
+    on_event: Callable[[Event], None] = lambda event: None,
+    group: Group = ALONE,
+) -> PPO:
+    """Build a learner that begins with the weights of a policy. `lives` returns what collects the rollouts of the learner's own policy."""
+    ppo = PPO(
+        NoEnvironment(config.hosts, first.observation_spec, first.action_spec),
+        config.ppo,
+        first.encoder,
+        actor=first.actor,
+        critic=first.critic,
+        on_event=on_event,
+        group=group,
+        counts_waiting=True,
+        collector=lives,
+    )
+    load_module(ppo.policy, first.state_dict())
+    return ppo
 
 
 def first_policy(config: ControllerConfig, begun: Learned | None) -> Policy:
