@@ -13,7 +13,9 @@ fleet, with the default settings of growth, and keep the state with the lowest v
     FILE            the controller of a file, named by the file
     first NAME      at the first look of the heuristic the move NAME, whatever the heuristic thinks of it, and the heuristic from then on
 
-With `--lifecycle` these rules are a part of the arm's name, and it is compared with the same arm without them, or with the arm `--against`.
+An arm may end with rules of the heuristic that it decides or is advised by, as in "lookahead longer_training=5", or with `horizon=1.2` for
+a training that is as much longer. It is compared with the same arm without them, or with the arm `--against`. `--lifecycle` gives all arms
+rules of growth, which become a part of their names.
 
 The rules of lookahead were chosen on draw 0. Utility is the test loss plus the rent of what was kept, in nats for ten classes; the lower,
 the better. Intervals are Student's over cells, each the mean of its hosts. Files whose names differ in a number at the end are trainings of
@@ -24,6 +26,7 @@ hosts in which the same seeds grew as under the other arm.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -42,10 +45,10 @@ from esper.controller.config import DomainConfig
 from esper.controller.description import read_description
 from esper.controller.evaluation import EvalCase, EvalSetting, run_cases
 from esper.controller.policy import StepController
-from esper.fleet import FleetConfig
+from esper.fleet import FleetConfig, HostConfig
 from esper.fleet.data import TaskTensors
 from esper.growth import Controller, GrowthConfig
-from esper.growth.config import LifecycleConfig, RentConfig
+from esper.growth.config import HeuristicConfig, LifecycleConfig, RentConfig
 from esper.growth.controllers.baselines import make_controller
 from esper.growth.controllers.heuristic import Heuristic
 from esper.growth.controllers.lookahead import host_wide
@@ -59,6 +62,7 @@ from records import RESULTS, Output, Record
 ARMS = ("never", "heuristic", "lookahead")
 FIRST = "first "
 FILE = ".safetensors"
+LONGER = "horizon="
 VALIDATION = 1_000  # samples
 MOST_ROWS = 64  # of a fleet
 
@@ -81,9 +85,26 @@ class FirstMove:
 
 
 def controller(arm: str, growth: GrowthConfig) -> Controller:
-    if arm.endswith(FILE):
-        return load_controller(arm, config=growth)
-    return FirstMove(growth, arm.removeprefix(FIRST)) if arm.startswith(FIRST) else make_controller(arm, growth)
+    """Return the controller of an arm, with the rules at the end of its name."""
+    name, rules = parts_of(arm)
+    heuristic = msgspec.convert({**msgspec.to_builtins(growth.heuristic), **rules}, HeuristicConfig, strict=False)
+    growth = msgspec.structs.replace(growth, heuristic=heuristic)
+    if name.endswith(FILE):
+        return load_controller(name, config=growth)
+    return FirstMove(growth, name.removeprefix(FIRST)) if name.startswith(FIRST) else make_controller(name, growth)
+
+
+def host_config(arm: str, config: HostConfig) -> HostConfig:
+    """Return the setting of a host under an arm, whose training may be longer than that of others."""
+    words = [word.removeprefix(LONGER) for word in arm.split() if word.startswith(LONGER)]
+    return msgspec.structs.replace(config, horizon=round(config.horizon * math.prod(map(float, words))))
+
+
+def parts_of(arm: str) -> tuple[str, dict[str, str]]:
+    """Return the name of an arm without rules, and the rules of the heuristic."""
+    words = arm.split()
+    rules = dict(word.split("=") for word in words if "=" in word and not word.startswith(LONGER))
+    return " ".join(word for word in words if "=" not in word), rules
 
 
 def run_cell(
@@ -115,7 +136,7 @@ def run_cell(
         memory=room,
     )
     wanted = [(arm, seed) for seed in range(len(prices)) for arm in arms]
-    settings = [cell.host_config(seed, len(task.train), rent=prices[seed], growth_seed=seed) for _, seed in wanted]
+    settings = [host_config(arm, cell.host_config(seed, len(task.train), rent=prices[seed], growth_seed=seed)) for arm, seed in wanted]
     cases = [EvalCase(arm, one, controller(arm, growth)) for (arm, _), one in zip(wanted, settings, strict=True)]
     runs = run_cases(setting, cases)
     seconds = (time.perf_counter() - began) / len(wanted)
@@ -148,7 +169,7 @@ def counts_of(decides: Controller) -> Record:
 
 
 def named(arm: str, rules: Sequence[str]) -> str:
-    return " ".join((Path(arm).stem if arm.endswith(FILE) else arm, *rules))
+    return " ".join((*(Path(word).stem if word.endswith(FILE) else word for word in arm.split()), *rules))
 
 
 # Comparing
@@ -193,7 +214,7 @@ def compared(runs: Sequence[Record], arm: str, other: str) -> Record:
 
 def base_of(arm: str) -> str:
     """Return what an arm is compared with: itself without rules of its own, or the heuristic, and that with never growing."""
-    without = " ".join(word for word in arm.split() if "=" not in word)
+    without, _ = parts_of(arm)
     return without if without != arm else "never" if arm == "heuristic" else "heuristic"
 
 

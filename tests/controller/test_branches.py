@@ -21,6 +21,7 @@ from esper.fleet import Fleet, FleetConfig, HostConfig
 from esper.fleet.data import TaskTensors
 from esper.growth.config import GrowthConfig, HeuristicConfig, LifecycleConfig, RentConfig
 from esper.growth.controllers.heuristic import Heuristic
+from esper.growth.controllers.lookahead import Lookahead
 from esper.growth.lifecycle.stages import Controller, Decision, Fossilize, Germinate, GrowthState
 from esper.tasks import load_task
 from tests.controller.hosts import seed_on_trial, slot, state
@@ -113,16 +114,24 @@ def test_a_better_step_is_taken_once_in_a_turn_after_a_probe_and_says_why() -> N
     assert often[first][1].reason.count("instead of") > 1 or germinated(often[first][1]) == []
 
 
-def test_both_plans_are_tried_if_that_is_wanted() -> None:
+def test_what_it_prefers_is_tried_beside_the_plans_of_lookahead() -> None:
     first = Heuristic(CONFIG).first_look(12)
-    plain, improved = (lives(make)[first][1] for make in (lambda: Heuristic(CONFIG), lambda: trying(-0.01)))
-    assert [trial.name for trial in improved.trials] == ["heuristic", "learned"]
-    tried = [{(one.slot, one.blueprint) for one in trial.actions if isinstance(one, Germinate)} for trial in improved.trials]
-    assert tried[0] == set(germinated(plain))
-    assert tried[0] != tried[1]
+    ahead, improved, unsure = (lives(make)[first][1] for make in (lambda: Lookahead(CONFIG), lambda: trying(-0.01), lambda: trying(0.01)))
+    assert [trial.name for trial in improved.trials] == [*(trial.name for trial in ahead.trials), "learned"]
+    seeds = [{(one.slot, one.blueprint) for one in trial.actions if isinstance(one, Germinate)} for trial in improved.trials]
+    assert len(set(map(frozenset, seeds))) == len(seeds)
     assert not germinated(improved)
     assert improved.reason.startswith("tries ")
-    assert not lives(lambda: trying(0.01))[first][1].trials
+    assert unsure.trials == ahead.trials
+
+
+def test_later_what_it_prefers_is_tried_beside_the_plan_of_the_heuristic() -> None:
+    now = state(seed_on_trial("ripe"), slot("free"), rent=RentConfig(parameters=0.001, flops=0.001), epoch=4)
+    improved = trying(-0.01)
+    improved.load_state_dict({"heuristic": Lookahead(CONFIG).state_dict(), "looked_at": 3})
+    decided = improved.decide(now)
+    assert [type(action) for action in decided.actions] == [Fossilize], "what it decides about seeds that have grown is carried out at once"
+    assert [trial.name for trial in decided.trials] == ["heuristic", "learned"]
 
 
 def test_seeds_that_have_grown_are_judged_as_the_heuristic_judges_them() -> None:
@@ -145,7 +154,7 @@ def test_trials_are_made_in_rows_of_their_own() -> None:
     tensors = TaskTensors.of(task, device=device, dtype=torch.float32)
     setting = EvalSetting(task, "conv-2x2", tensors, fleet, CONFIG, device, rows=4)
     (run,) = run_cases(setting, [EvalCase("tries", HostConfig(horizon=12), trying(-0.01))])
-    assert run.chosen[0] in ("heuristic", "learned")
+    assert run.chosen
 
 
 def test_the_rules_of_the_run_are_kept() -> None:

@@ -33,7 +33,8 @@ from esper.controller.features import HOST_WIDTH, OPTION, TARGET, Observation, V
 from esper.controller.turn import OPS, Step, Turn, steps_of
 from esper.growth.config import GrowthConfig, RentConfig
 from esper.growth.controllers.heuristic import Heuristic
-from esper.growth.lifecycle.stages import Decision, Germinate, GrowthState, Trial
+from esper.growth.controllers.lookahead import Lookahead
+from esper.growth.lifecycle.stages import Action, Decision, Germinate, GrowthState, Trial
 from esper.rng import Streams
 
 STEP_WIDTH = len(OPS) + TARGET.width + OPTION.width  # of the features of a step
@@ -171,21 +172,25 @@ def _sample_weights(cells: Sequence[int], members: int, rng: np.random.Generator
 class Improved:
     """Decides as the heuristic does, but where the ensemble is sure that another step is better, after a probe.
 
-    `most` is the number of other steps in a turn. With `tries`, copies of the training try both what the heuristic would grow and what the
-    ensemble prefers, and the better one goes on.
+    `most` is the number of other steps in a turn. With `tries` it looks ahead: copies of the training try what the controller `lookahead`
+    would try, and what the ensemble prefers, and the best one goes on.
     """
 
     name = "improved"
 
     def __init__(self, gains: Gains, config: GrowthConfig, *, caution: float, most: int, tries: bool = False) -> None:
         self.gains, self.caution, self.most = gains, caution, most
-        self.most_trials = 2 if tries else 0  # that it asks for at once
-        self.heuristic = Heuristic(config)
+        self.advisor: Heuristic | Lookahead = Lookahead(config) if tries else Heuristic(config)
+        self.most_trials = 1 + self.advisor.most_trials if isinstance(self.advisor, Lookahead) else 0  # that it asks for at once
         self._looked_at: int | None = None
         self.improved = self.far = self.turns = 0  # decisions after a probe: other than the heuristic's, as its for being far, and all
 
+    @property
+    def heuristic(self) -> Heuristic:
+        return self.advisor.heuristic if isinstance(self.advisor, Lookahead) else self.advisor
+
     def decide(self, state: GrowthState) -> Decision:
-        decision = self.heuristic.decide(state)
+        decision = self.advisor.decide(state)
         if self._looked_at == state.epoch - 1:
             decision = self._improve(decision, state)
         if self._must_look(state):
@@ -200,7 +205,9 @@ class Improved:
 
     def _improve(self, decision: Decision, state: GrowthState) -> Decision:
         """Return the decision with steps that are surely better in the place of those that the heuristic would take."""
-        turn, others, is_far = Turn(state, steps_of(decision, state), looked_at=self._looked_at), list[str](), False
+        # The first trial is what the heuristic would do.
+        advised = replace(decision, actions=(*decision.actions, *(decision.trials[0].actions if decision.trials else ())))
+        turn, others, is_far = Turn(state, steps_of(advised, state), looked_at=self._looked_at), list[str](), False
         while not turn.is_over:
             step = turn.advised
             if len(others) < self.most and step.op in GROWING:
@@ -216,10 +223,12 @@ class Improved:
         if not self.most_trials or decision.probe:
             return turn.decision("; ".join(others))
 
-        # Let copies of the training try both. What the heuristic decides about seeds that have grown is carried out at once.
-        plans = {"heuristic": decision.actions, "learned": turn.actions}
-        trials = tuple(Trial(name, tuple(one for one in actions if isinstance(one, Germinate))) for name, actions in plans.items())
+        # Let copies of the training try it. What the heuristic decides about seeds that have grown is carried out at once.
         at_once = tuple(one for one in decision.actions if not isinstance(one, Germinate))
+        own, heuristic = Trial("learned", _germinations(turn.actions)), Trial("heuristic", _germinations(advised.actions))
+        trials = decision.trials or (heuristic,)
+        if all(_seeds(own) != _seeds(trial) for trial in trials):
+            trials = (*trials, own)
         return replace(decision, actions=at_once, reason=f"tries {'; '.join(others)}", passed_over={}, trials=trials)
 
     def _best(self, turn: Turn) -> tuple[Step, float, bool]:
@@ -238,8 +247,16 @@ class Improved:
         return advised, 0.0, bool(costs.min() < 0)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"heuristic": self.heuristic.state_dict(), "looked_at": self._looked_at}
+        return {"heuristic": self.advisor.state_dict(), "looked_at": self._looked_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.heuristic.load_state_dict(state["heuristic"])
+        self.advisor.load_state_dict(state["heuristic"])
         self._looked_at = state["looked_at"]
+
+
+def _germinations(actions: Sequence[Action]) -> tuple[Germinate, ...]:
+    return tuple(action for action in actions if isinstance(action, Germinate))
+
+
+def _seeds(trial: Trial) -> set[tuple[str, str]]:
+    return {(action.slot, action.blueprint) for action in _germinations(trial.actions)}

@@ -98,7 +98,7 @@ class GainsConfig(Config):
     width: Width = 32  # of its layers
     caution: NonNegativeFloat = 1.0  # standard deviations of the members by which another step must be better
     most: PositiveInt = 1  # other steps in a turn
-    tries: bool = False  # let copies of the training try both what the heuristic would grow and what the ensemble prefers
+    tries: bool = False  # look ahead: copies of the training try what the ensemble prefers beside the plans of the controller "lookahead"
 
 
 class StepNetworkConfig(Config):

@@ -12,6 +12,7 @@ from esper.growth.config import GrowthConfig, GrowthError, HeuristicConfig, Life
 from esper.growth.controllers.heuristic import (
     Heuristic,
     choose,
+    for_length,
     gain_of_longer_training,
     has_jumped,
     has_stopped_falling,
@@ -19,6 +20,7 @@ from esper.growth.controllers.heuristic import (
     next_step,
     passed_over,
     projected_loss,
+    samples_for_host,
     speed_over_longer_training,
     starvation,
 )
@@ -254,6 +256,15 @@ def test_the_longer_the_training_the_less_is_left_to_learn_at_its_end() -> None:
 
 def with_horizon(epochs: int) -> GrowthState:
     return measured(GPT, promise=0.00181, flops=0.117, epochs=epochs)
+
+
+def test_in_a_training_of_few_steps_a_high_loss_is_no_lack_of_data_nor_a_reason_to_train_longer() -> None:
+    gpt = measured(GPT, promise=0.00181, flops=0.117)
+    few, many = (replace(gpt, steps_per_epoch=steps) for steps in (8, 64))
+    needs = [samples_for_host(now, HOST, for_length(RULES, now)) for now in (few, many)]
+    assert needs[0] == pytest.approx(needs[1] * 96 / RULES.few_steps)
+    assert for_length(RULES, few).longer_training == pytest.approx(RULES.longer_training * 96 / RULES.few_steps)
+    assert for_length(RULES, many) == for_length(RULES, replace(gpt, epochs=None)) == RULES
 
 
 def test_a_host_that_has_stopped_learning_is_not_undertrained() -> None:

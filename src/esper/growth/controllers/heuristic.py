@@ -76,7 +76,7 @@ class Heuristic:
     name = "heuristic"
 
     def __init__(self, config: GrowthConfig) -> None:
-        self.rules = config.heuristic
+        self.rules = self._rules = config.heuristic
         self.lifecycle = config.lifecycle
         self._looks_at: int | None = None  # epoch after which the requested probe has results
         self._is_next_step = False  # the requested probe is for a further step of growth
@@ -85,6 +85,7 @@ class Heuristic:
 
     def decide(self, state: GrowthState) -> Decision:
         self.lifecycle = state.lifecycle  # that of the run, whatever the config said
+        self.rules = for_length(self._rules, state)
         # Existing seeds are reviewed in any case. New ones come in two steps: request a probe, and grow one epoch later by its results.
         actions = [action for slot in state.slots for action in self._review(slot, state)]
         if why := self.why_nothing_can_grow(state.epochs) or self._cannot_judge:
@@ -224,6 +225,15 @@ def judge(name: str, measured: Contribution, rent: float, *, may_prune: bool, is
         open_end = "" if gain.high < rent else f"; {undecided or 'this is the last look, and leaves it open'}"
         return [Prune(slot=name, reason=words + open_end)]
     return []
+
+
+def for_length(rules: HeuristicConfig, state: GrowthState) -> HeuristicConfig:
+    """Return the rules for a training of this many steps; see `HeuristicConfig.few_steps`."""
+    steps = (state.epochs or math.inf) * state.steps_per_epoch
+    if not 0 < steps < rules.few_steps:
+        return rules
+    share = steps / rules.few_steps
+    return msgspec.structs.replace(rules, longer_training=share * rules.longer_training, evidence_of_host=share * rules.evidence_of_host)
 
 
 def has_grown(state: GrowthState) -> bool:
