@@ -29,7 +29,7 @@ from esper.controller.turn import OPS, WAIT, Turn
 from esper.fleet.config import FleetConfig
 from esper.fleet.data import TaskTensors
 from esper.fleet.fleet import Fleet
-from esper.growth.config import GrowthConfig, LifecycleConfig, RentConfig
+from esper.growth.config import GrowthConfig, HeuristicConfig, LifecycleConfig, RentConfig
 from esper.growth.controllers.heuristic import Heuristic
 from esper.growth.lifecycle.stages import Decision, GrowthState
 from esper.rl import PPO
@@ -67,7 +67,11 @@ CONFIG = ControllerConfig(
         price=(0.01, 0.1),
     ),
     fleet=FleetConfig(validation_samples=64),
-    growth=GrowthConfig(blueprints=("norm", "widen_100", "low_rank", "mlp"), lifecycle=LifecycleConfig(holding_epochs=1)),
+    growth=GrowthConfig(
+        blueprints=("norm", "widen_100", "low_rank", "mlp"),
+        lifecycle=LifecycleConfig(holding_epochs=1),
+        heuristic=HeuristicConfig(few_steps=0),  # it leaves some hosts alone, although their lives are short
+    ),
     network=NETWORK,
     ppo=msgspec.structs.replace(ControllerConfig().ppo, num_minibatches=2, num_epochs=2, network=MEMORY),
 )

@@ -226,7 +226,7 @@ def test_the_ensemble_of_the_shipped_controller_becomes_the_advisor_and_a_part_o
 def test_an_ensemble_that_would_try_its_steps_in_copies_advises_without_them(tmp_path: Path) -> None:
     path = tmp_path / "trying.safetensors"
     save_controller(path, ensemble=gains_of(-0.01), gains=GainsConfig(caution=0.5, tries=True))
-    assert load_controller(path).most_trials == 2
+    assert load_controller(path).most_trials == 5
     config = msgspec.structs.replace(CONFIG, rounds=1, start=str(path))
     with prepare_controller(config) as (ppo, _):
         assert isinstance(ppo.collector, Lives)

@@ -176,11 +176,11 @@ class ControllerConfig(ShownConfig):
         return self.rounds * self.hosts
 
 
-# A training of minutes on two cores, whose curve rises: short trainings of small hosts, which the heuristic hardly knows how to help.
+# A training of minutes on two cores, whose curve rises: short trainings of small hosts.
 QUICK = ControllerConfig(
     hosts=32,
     fleets=4,
-    rounds=10,
+    rounds=16,
     domain=DomainConfig(
         shapes=4,
         sources=("digits",),
@@ -190,6 +190,5 @@ QUICK = ControllerConfig(
         horizon=(8, 8),
         samples_of_a_life=(6_000, 6_000),
     ),
-    network=StepNetworkConfig(trust=2.5),
-    ppo=msgspec.structs.replace(ControllerConfig().ppo, learning_rate=1e-2),
+    ppo=msgspec.structs.replace(ControllerConfig().ppo, learning_rate=4e-3),
 )
