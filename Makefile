@@ -22,7 +22,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_ALL := .venv/.installed-all
 INSTALLED_DOCS := .venv/.installed-docs
-EXTRAS := numba,gym,tensorboard,league,dashboard,dev
+EXTRAS := numba,gym,tensorboard,league,dashboard,plot,dev
 ALL_EXTRAS := $(EXTRAS),wandb,data,query,lightning,transformers,bench,interop,docs
 
 # Python compiles what is imported when it is first imported. Compiling everything at once takes half of the time of the installation.

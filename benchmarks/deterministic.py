@@ -15,6 +15,7 @@ With `--control` each is also trained twice without the switch, which shows what
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,8 +34,11 @@ from esper.growth.lifecycle.stages import Advance, Decision, Germinate
 from esper.rl import PPOConfig, TrainConfig, train_run
 from esper.runs.tensors import split
 from esper.tasks import BatchLoader, ConvHost, Split, Task, load_task
-from records import RESULTS, Output, Record
-from same_results import Values, is_same, values_of
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the root of the repository
+
+from benchmarks.records import RESULTS, Output, Record
+from benchmarks.same_results import Values, is_same, values_of
 
 CLOCKS = {"time", "run", "esper", "memory_bytes", "device_memory_bytes", "resources", "sha256", "events_offset", "folder", "cpu_cores"}
 Training = Callable[[Path, str, bool], Values]  # (an empty folder, device, whether `deterministic` is on) -> all results

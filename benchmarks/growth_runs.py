@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
+from benchmarks.records import Output, Record
 from esper.growth import Controller, Grower, GrowthConfig, add_slots, grow
 from esper.growth.config import GovernorConfig, LifecycleConfig
 from esper.growth.lifecycle.ledger import Ledger
 from esper.statistics import student_interval
 from esper.tasks import Task, load_task
 from esper.text_table import aligned
-from records import Output, Record
 
 RECIPES = {"tuned": (0.01, "cosine"), "default": (1e-3, "none")}  # learning rate of AdamW and its schedule
 

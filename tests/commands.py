@@ -26,7 +26,7 @@ from esper.runs.tensors import split
 _CLOCKS = {"time", "seconds", "samples_per_second", "steps_per_second", "collect_seconds", "update_seconds", "other_seconds", "env_seconds"}
 _CLOCKS |= {"step_seconds", "measure_seconds", "data_wait_seconds", "memory_bytes", "device_memory_bytes", "seconds_lost", "resources"}
 _CLOCKS |= {"reused"}  # a session begins without fleets
-_OF_SESSIONS = {"header", "resumed", "run_started", "run_ended", "growth_started", "checkpoint_refused"}
+_OF_SESSIONS = {"header", "resumed", "run_declared", "run_started", "run_ended", "growth_started", "checkpoint_refused"}
 
 
 class Terminal(io.StringIO):

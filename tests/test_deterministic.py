@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by path
-    patch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
-    import deterministic
+from benchmarks import deterministic
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

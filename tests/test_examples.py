@@ -60,7 +60,7 @@ def test_every_example_has_a_test_that_runs_it() -> None:
 @pytest.mark.slow
 def test_grow_your_model_grows_and_lowers_the_loss(tmp_path: Path) -> None:
     output = run("grow_your_model", tmp_path)
-    before, after = numbers(r"validation loss ([\d.]+) -> ([\d.]+)", output)
+    before, after = numbers(r"validation loss ([\d.]+) → ([\d.]+)", output)
     assert after < 0.2 * before
     host, grown = numbers(r"parameters ([\d,]+) -> ([\d,]+)", output)
     assert grown > host

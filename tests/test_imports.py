@@ -32,7 +32,6 @@ SHARED = frozenset(
         "replay_file",
         "rng",
         "runs",
-        "shapley",
         "statistics",
         "text_table",
         "torch_internals",
@@ -132,6 +131,80 @@ def test_an_import_against_the_layers_is_found(module: str, source: str) -> None
 )
 def test_an_import_along_the_layers_is_no_violation(module: str, source: str) -> None:
     assert not violations(source, module)
+
+
+def import_graph(sources: dict[str, str], packages: set[str]) -> dict[str, set[str]]:
+    """Return the files that each file imports, by module. Imports inside of functions and for type checkers count.
+
+    A package's table of names, which are imported on first use, does not count. Who imports such a name imports the file that has it.
+    """
+    trees = {package: ast.parse(sources[package]) for package in packages}
+    origins = {
+        package: {alias.name: node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        for package, tree in trees.items()
+    }
+    for tree in trees.values():
+        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")]
+
+    def file_of(name: str) -> str:
+        parent, _, last = name.rpartition(".")
+        origin = origins.get(parent, {}).get(last, parent)
+        if name in sources:
+            return name
+        return parent if origin == parent else file_of(f"{origin}.{last}")
+
+    graph = {}
+    for module, source in sources.items():
+        is_package = module in packages
+        names = imported_modules(ast.unparse(trees[module]) if is_package else source, module, is_package=is_package)
+        graph[module] = {file_of(name) for name in names} & sources.keys() - {module}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the files that import one another, directly or through others: each circle sorted by name."""
+    reached: dict[str, set[str]] = {}
+    for module in graph:
+        waiting, reached[module] = [module], set()
+        while waiting:
+            new = graph[waiting.pop()] - reached[module]
+            reached[module] |= new
+            waiting += new
+    found = {tuple(sorted(other for other in after if module in reached[other])) for module, after in reached.items() if module in after}
+    return [list(circle) for circle in sorted(found)]
+
+
+@pytest.mark.slow
+def test_no_files_import_one_another_in_a_circle() -> None:
+    files = dict(modules())
+    packages = {module for module, path in files.items() if path.name == "__init__.py"}
+    assert circles(import_graph({module: path.read_text() for module, path in files.items()}, packages)) == []
+
+
+TABLE = "if TYPE_CHECKING:\n    from e.a import A as A"
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from e import a",
+        "from e.a import A",
+        "from e import A",
+        "from e.c import C",
+        "import e.a",
+        "def late():\n    from e.a import A",
+        "if TYPE_CHECKING:\n    from e.a import A",
+    ],
+)
+def test_a_circle_is_found(back: str) -> None:
+    sources = {"e": TABLE, "e.a": "from e.b import B", "e.b": back, "e.c": "from e import a", "e.d": "from e.a import A"}
+    found = circles(import_graph(sources, {"e"}))
+    assert found == [["e.a", "e.b", *(["e.c"] if "e.c" in back else [])]]
+
+
+def test_files_that_import_one_way_are_no_circle() -> None:
+    sources = {"e": TABLE, "e.a": "from e import __version__", "e.b": "from e import A\nimport torch"}
+    assert circles(import_graph(sources, {"e"})) == []
 
 
 COMPUTING = (*sorted(SHARED), "rl", "growth", "tasks", "fleet", "controller")

@@ -43,6 +43,17 @@ def test_every_path_that_contributing_mentions_exists() -> None:
     assert not [path for path in sorted(paths - {"config.toml"}) if not (ROOT / path).exists()]
 
 
+def test_the_index_of_the_benchmarks_names_every_script_and_every_file_of_results() -> None:
+    folder = ROOT / "benchmarks"
+    names = set(re.findall(r"`([\w./*-]+)`", (folder / "README.md").read_text()))
+    scripts = {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
+    results = {path.name for path in (folder / "results").iterdir()}
+    assert scripts <= names
+    assert not [result for result in sorted(results) if not any(fnmatch(result, name) for name in names)]
+    former = {"growth_digits.py", "growth_promise.py", "arena.py", "fleet.py", "speed.py"}
+    assert {name for name in names if name.endswith(".py")} - former <= scripts
+
+
 def test_every_test_that_contributing_mentions_exists() -> None:
     names = re.findall(r"`(test_\w+)`", (ROOT / "CONTRIBUTING.md").read_text())
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))

@@ -12,11 +12,11 @@ import msgspec
 import pytest
 import torch
 
-from esper.arena.bots import SKILLS
 from esper.arena.config import BOTS, ArenaConfig
 from esper.arena.maps import generate_maps
 from esper.arena.replay import device_kind
 from esper.arena.scenarios import FIRST_TEST_SEED, SCENARIOS, SEEDS, TEST_MAPS, Scenario, find_scenario
+from esper.arena.skills import SKILLS
 from esper.arena.specs import CLASSES, MATERIALS, PHYSICS, RULES_VERSION, WEAPONS
 from esper.arena.start import first_of, make_grids
 from esper.league.matches import MatchArena

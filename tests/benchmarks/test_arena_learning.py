@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    import arena_learning
-    from records import RESULTS
+from benchmarks.arena import learning
+from benchmarks.records import RESULTS
 
 
 @pytest.fixture
@@ -21,16 +19,16 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def trained(change: str, seed: int, options: Any) -> dict[str, Any]:
         scores = {"middle": 0.5, "strong-v1": 0.25 + 0.125 * seed}
-        made.append({**arena_learning.key(change, seed, options), "steps": options.steps + 1, "seconds": 0.0, "scores": scores})
+        made.append({**learning.key(change, seed, options), "steps": options.steps + 1, "seconds": 0.0, "scores": scores})
         return made[-1]
 
-    monkeypatch.setattr(arena_learning, "trained", trained)
+    monkeypatch.setattr(learning, "trained", trained)
     return made
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["arena_learning.py", *words])
-    arena_learning.main()
+    monkeypatch.setattr(sys, "argv", ["learning.py", *words])
+    learning.main()
 
 
 def test_only_trainings_that_a_file_holds_are_skipped(
@@ -70,5 +68,5 @@ def test_trainings_of_other_lengths_have_a_table_of_their_own(
     ],
 )
 def test_recorded_trainings_are_read_by_scenario(name: str, trainings: dict[str, int]) -> None:
-    found = arena_learning.read_scores([RESULTS / f"{name}.jsonl"])
+    found = learning.read_scores([RESULTS / f"{name}.jsonl"])
     assert {title: len(scored) for title, scored in found.items()} == trainings

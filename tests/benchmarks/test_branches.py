@@ -10,17 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks.controller import branches
 from esper.controller.branches import Change
 from esper.controller.cells import Cell
 from esper.controller.evaluation import EvalRun
 from esper.controller.learned import load_controller, save_controller
 from esper.growth.config import RentConfig
 from tests.controller.test_branches import gains_of
-
-with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by path
-    patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-
-    import branches
 
 pytestmark = [pytest.mark.slow, pytest.mark.extra()]  # benchmarks are checked by `make test-all`
 
@@ -69,7 +65,7 @@ def test_a_controller_can_decide_before_and_behind_the_branches(tmp_path: Path, 
 def test_the_shipped_controller_is_learned_from_the_kept_branches() -> None:
     records = branches.read([branches.RESULTS / "controller_branches.jsonl.xz"])
     some = branches.branches_of(records)
-    info = load_controller(Path(branches.__file__).parents[1] / "src/esper/controller/trained/learned.safetensors").description.info
+    info = load_controller(Path(branches.__file__).parents[2] / "src/esper/controller/trained/learned.safetensors").description.info
     assert (len(some), len(set(some.cells))) == (info["branches"], info["cells"])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,9 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks/ is not part of an installed package")]
 
 
-def test_a_step_passes_eleven_files_and_the_end_of_an_epoch_twenty_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_passes_eleven_files_and_the_end_of_an_epoch_twenty_two() -> None:
     """The training of this test grows in width, and `seeds/width.py` is one more file."""
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    import code_shape
+    from benchmarks import code_shape
 
     crossed = code_shape.files_crossed(BENCHMARKS.parent)
     assert "growth/seeds/width.py" in crossed["step_files"]

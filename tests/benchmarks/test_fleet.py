@@ -9,13 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by path
-    patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    import fleet as fleet_benchmark
-    import fleet_loop
-    from clock import Parts
-    from floor import least_bytes
-
+from benchmarks.clock import Parts
+from benchmarks.fleet import loop as fleet_loop, speed as fleet_speed
+from benchmarks.fleet.floor import least_bytes
 from esper.fleet import TaskTensors
 from esper.tasks import ConvHost
 
@@ -26,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.extra()]  # benchmarks are checked b
 
 def test_every_method_is_measured_with_every_kind_of_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "fleet.jsonl"
-    fleet_benchmark.main([*TINY, "--shape", "1x8x8", "--output", str(path)])
+    fleet_speed.main([*TINY, "--shape", "1x8x8", "--output", str(path)])
     first, *records = [json.loads(line) for line in path.read_text().splitlines()]
     assert first["torch"] == torch.__version__
     assert [(record["seeds"], record["way"]) for record in records] == [
@@ -45,7 +41,7 @@ def test_every_method_is_measured_with_every_kind_of_seeds(tmp_path: Path, capsy
 
 def test_nothing_is_written_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    fleet_benchmark.main([*TINY[2:-2], "--channels", "2-2-2", "--seeds", "none", "--hosts", "1", "3"])
+    fleet_speed.main([*TINY[2:-2], "--channels", "2-2-2", "--seeds", "none", "--hosts", "1", "3"])
     assert not list(tmp_path.iterdir())
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     ways = [(record["way"], record["hosts"]) for record in lines[1:]]
@@ -53,10 +49,10 @@ def test_nothing_is_written_unless_asked(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_all_methods_train_the_same_hosts_on_the_same_batches_with_the_same_seeds() -> None:
-    task = fleet_benchmark.synthetic_task((1, 8, 8), batch=4)
+    task = fleet_speed.synthetic_task((1, 8, 8), batch=4)
     tensors = TaskTensors.of(task, device=torch.device("cpu"), dtype=torch.float32)
-    plans = fleet_benchmark.plans("one per slot", 3, {"blocks.0": ["norm", "conv3x3"], "blocks.1": ["widen_50", "conv3x3"]})
-    setup = fleet_benchmark.Setup(
+    plans = fleet_speed.plans("one per slot", 3, {"blocks.0": ["norm", "conv3x3"], "blocks.1": ["widen_50", "conv3x3"]})
+    setup = fleet_speed.Setup(
         task=task,
         tensors=tensors,
         device=torch.device("cpu"),
@@ -68,7 +64,7 @@ def test_all_methods_train_the_same_hosts_on_the_same_batches_with_the_same_seed
         precision="float32",
         plans=plans,
     )
-    alone, together = fleet_benchmark.Sequential(setup), fleet_benchmark.Together(setup)
+    alone, together = fleet_speed.Sequential(setup), fleet_speed.Together(setup)
     for way in (alone, together):
         way.turn()
     for row, host in enumerate(alone.hosts):
@@ -78,7 +74,7 @@ def test_all_methods_train_the_same_hosts_on_the_same_batches_with_the_same_seed
 
 @pytest.mark.parametrize(("seeds", "count"), [("none", 0), ("one per host", 1), ("one per slot", 3)])
 def test_plans_mix_slots_and_blueprints(seeds: str, count: int) -> None:
-    plans = fleet_benchmark.plans(seeds, 24, {slot: ["x", "y", "z", "w"] for slot in "abc"})
+    plans = fleet_speed.plans(seeds, 24, {slot: ["x", "y", "z", "w"] for slot in "abc"})
     assert {len(plan) for plan in plans} == {count}
     planted = {(slot, blueprint) for plan in plans for _, slot, blueprint in plan}
     assert len(planted) == (12 if count else 0)

@@ -12,24 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import growth_runs
+from benchmarks.growth import cells, digits, jumps, longer as growth_longer, probe, raise_modes, right_size, shadow_cost
 from esper.growth import Planned, grow
 from esper.growth.config import LifecycleConfig
 from esper.growth.lifecycle.stages import Stage
 from esper.growth.seeds.seed import Seed
 from esper.tasks import Split, Task, load_task
-
-with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by path
-    patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-
-    import growth_cells
-    import growth_digits
-    import growth_jumps
-    import growth_longer
-    import growth_promise
-    import growth_raise
-    import growth_runs
-    import growth_shadow_cost
-    import right_size
 
 PLAN = [(1, "blocks.0", "conv3x3"), (1, "blocks.1", "norm")]
 
@@ -51,12 +40,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Task:
     def first(split: Split, count: int) -> Split:
         return Split(split.inputs[:count], split.targets[:count])
 
-    digits = load_task("digits")
+    whole = load_task("digits")
     task = replace(
-        digits,
-        train=first(digits.train, 64),
-        validation=first(digits.validation, 48),
-        test=first(digits.test, 48),
+        whole,
+        train=first(whole.train, 64),
+        validation=first(whole.validation, 48),
+        test=first(whole.test, 48),
         batch_size=16,
     )
     monkeypatch.setattr(growth_runs, "_loaded", lambda name, data_dir: task)
@@ -87,7 +76,7 @@ def test_controls_cost_what_the_grown_run_cost(small: Task) -> None:
     setting = growth_runs.Setting(epochs=6)
     grown = growth_runs.train(setting, small.make_host("starved", seed=0), Planned(PLAN[:1]), seed=0)
     assert [seed["outcome"] for seed in grown["seeds"]] == ["kept"]
-    made = growth_digits.run_seed(setting, "starved", 0, ["heuristic", "never", "longer", "final"], {"heuristic": grown})
+    made = digits.run_seed(setting, "starved", 0, ["heuristic", "never", "longer", "final"], {"heuristic": grown})
     never, longer, final = made
     assert [run["arm"] for run in made] == ["never", "longer", "final"]
     an_epoch = never["train_gflops"] / 6
@@ -101,25 +90,25 @@ def test_controls_cost_what_the_grown_run_cost(small: Task) -> None:
 def test_runs_that_are_in_the_file_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "digits.jsonl"
     command = ["--arms", "never", "--epochs", "1", "--jobs", "1", "--out", str(path)]
-    growth_digits.main([*command, "--seeds", "2"])
+    digits.main([*command, "--seeds", "2"])
     about, *runs, summary = lines(path)
     assert "command" in about
     assert [(run["arm"], run["seed"]) for run in runs] == [("never", 0), ("never", 1)]
     assert summary["arms"]["never"]["accuracy_difference"]["estimate"] == 0
     trained = []
     own = growth_runs.train
-    monkeypatch.setattr(growth_digits, "train", lambda *given, **named: trained.append(named["seed"]) or own(*given, **named))
-    growth_digits.main([*command, "--seeds", "3"])
+    monkeypatch.setattr(digits, "train", lambda *given, **named: trained.append(named["seed"]) or own(*given, **named))
+    digits.main([*command, "--seeds", "3"])
     assert trained == [2]
     assert lines(path)[-1]["arms"]["never"]["runs"] == 3
-    growth_digits.main([*command, "--seeds", "1", "--recipe", "default"])
+    digits.main([*command, "--seeds", "1", "--recipe", "default"])
     assert trained == [2, 0]
 
 
 @pytest.mark.filterwarnings("ignore:nothing can grow")
 def test_arms_that_a_control_needs_are_run_with_it(tmp_path: Path) -> None:
     path = tmp_path / "digits.jsonl"
-    growth_digits.main(["--arms", "longer", "--seeds", "1", "--epochs", "2", "--jobs", "1", "--out", str(path)])
+    digits.main(["--arms", "longer", "--seeds", "1", "--epochs", "2", "--jobs", "1", "--out", str(path)])
     assert [run["arm"] for run in lines(path)[1:-1]] == ["heuristic", "never", "longer"]
 
 
@@ -171,12 +160,12 @@ def test_halving_spends_its_budget_whichever_net_survives(survivor: int, small: 
 
 
 def test_every_seed_divides_the_digits_anew() -> None:
-    digits = load_task("digits")
-    parts = [right_size._split_again(digits, seed) for seed in (0, 0, 1)]
+    whole = load_task("digits")
+    parts = [right_size._split_again(whole, seed) for seed in (0, 0, 1)]
     assert [len(parts[0].train), len(parts[0].validation), len(parts[0].test)] == [1_000, 397, 400]
     assert torch.equal(parts[0].test.inputs, parts[1].test.inputs)
     assert not torch.equal(parts[0].test.inputs, parts[2].test.inputs)
-    together = [torch.cat([part.inputs for part in (task.train, task.validation, task.test)]) for task in (digits, parts[2])]
+    together = [torch.cat([part.inputs for part in (task.train, task.validation, task.test)]) for task in (whole, parts[2])]
     assert torch.equal(*(torch.sort(inputs.flatten(1).sum(1)).values for inputs in together))
 
 
@@ -201,14 +190,14 @@ def test_the_final_size_from_scratch_has_new_weights_and_seeds_that_change_nothi
 def test_the_plan_of_a_cell_is_chosen_on_its_other_nets() -> None:
     losses = {"never": {0: 1.0, 1: 1.0, 2: 1.0}, "wide": {0: 3.0, 1: 0.9, 2: 0.9}, "wider": dict.fromkeys(range(3), 2.0)}
     losses["both"] = losses["wider"]
-    found, choices = growth_cells._tuned(losses, [0, 1, 2])
+    found, choices = cells._tuned(losses, [0, 1, 2])
     assert choices == ["wide", "never", "never"]
     assert found == [3.0, 1.0, 1.0]
 
 
 def test_wrong_labels_are_in_all_parts_of_a_cell_and_the_inputs_do_not_depend_on_them() -> None:
-    noisy, clean = (growth_cells.Cell(250, noise, "starved").load() for noise in (0.3, 0.0))
-    assert len(noisy.train) == growth_cells.POOL * 250
+    noisy, clean = (cells.Cell(250, noise, "starved").load() for noise in (0.3, 0.0))
+    assert len(noisy.train) == cells.POOL * 250
     for part, other in ((noisy.train, clean.train), (noisy.validation, clean.validation), (noisy.test, clean.test)):
         assert torch.equal(part.inputs, other.inputs)
         assert 0.2 < float((part.targets != other.targets).double().mean()) < 0.35  # a tenth of the drawn labels is right
@@ -217,9 +206,9 @@ def test_wrong_labels_are_in_all_parts_of_a_cell_and_the_inputs_do_not_depend_on
 def test_the_arms_of_a_cell_differ_only_in_what_grows(tmp_path: Path) -> None:
     path = tmp_path / "cells.jsonl"
     options = ["--nets", "2", "--cells", "1", "--epochs", "10", "--jobs", "1", "--out", str(path)]
-    growth_cells.main(options)
+    cells.main(options)
     _, *runs, summary = lines(path)
-    by_arm = {arm: [run for run in runs if run["arm"] == arm] for arm in growth_cells.ARMS}
+    by_arm = {arm: [run for run in runs if run["arm"] == arm] for arm in cells.ARMS}
     assert all(len(some) == 2 for some in by_arm.values())
     assert [run["seeds"] for run in by_arm["never"]] == [[], []]
     assert {seed["blueprint"] for run in by_arm["wider"] for seed in run["seeds"]} == {"widen_300_chain"}
@@ -227,14 +216,14 @@ def test_the_arms_of_a_cell_differ_only_in_what_grows(tmp_path: Path) -> None:
     assert cell["nets"] == 2
     assert cell["never"] == pytest.approx(sum(run["test_loss"] for run in by_arm["never"]) / 2, abs=1e-4)
     assert cell["heuristic_minus_never"] == pytest.approx(cell["heuristic"] - cell["never"], abs=1e-4)
-    growth_cells.main(options)  # finds all runs in the file
+    cells.main(options)  # finds all runs in the file
     assert sum("arm" in line for line in lines(path)) == len(runs)
 
 
 def test_germinating_in_the_shadow_causes_no_jump_of_the_loss(tmp_path: Path) -> None:
     path = tmp_path / "jumps.jsonl"
     timeline = ["--first", "1", "--gap", "2", "--window", "6"]
-    growth_jumps.main([*timeline, "--seeds", "2", "--jobs", "1", "--out", str(path)])
+    jumps.main([*timeline, "--seeds", "2", "--jobs", "1", "--out", str(path)])
     _, *runs, summary = lines(path)
     for run in runs:
         assert run["rollbacks"] == (2 if run["raise"] == "joint" else 0)
@@ -248,16 +237,16 @@ def test_germinating_in_the_shadow_causes_no_jump_of_the_loss(tmp_path: Path) ->
 
 
 def test_a_seed_with_truncated_records_is_not_counted() -> None:
-    views = growth_jumps.VIEWS
+    views = jumps.VIEWS
     whole = [
         {"seed": 0, "raise": mode, "event": event, "view": view}
-        for mode, names in growth_jumps.EVENTS.items()
+        for mode, names in jumps.EVENTS.items()
         for event in names
         for view in views
     ]
-    assert growth_jumps.whole_seed(whole, 0) == whole
-    assert growth_jumps.whole_seed([*whole, whole[0]], 0) == whole
-    assert growth_jumps.whole_seed(whole[:-1], 0) == []
+    assert jumps.whole_seed(whole, 0) == whole
+    assert jumps.whole_seed([*whole, whole[0]], 0) == whole
+    assert jumps.whole_seed(whole[:-1], 0) == []
 
 
 def test_a_straight_through_seed_learns_and_leaves_its_host_unchanged(small: Task) -> None:
@@ -268,23 +257,23 @@ def test_a_straight_through_seed_learns_and_leaves_its_host_unchanged(small: Tas
         loop = growth_runs.Loop(
             setting, small.make_host("starved", seed=0), Planned(plan), setting.config(0, lifecycle=life, slots=("blocks.0",)), seed=0
         )
-        loop.grower._steps.shadow = growth_raise.StraightThrough(loop.slotted)
+        loop.grower._steps.shadow = raise_modes.StraightThrough(loop.slotted)
         loop.optimizer.register_step_post_hook(loop.grower._steps.shadow.learn)
         for _ in range(3):
             loop.run_epoch()
         loops.append(loop)
     never, grown = loops
     assert grown.grower.lifecycles.slots["blocks.0"].stage is Stage.TRAINING
-    assert growth_raise.relative_size(grown, grown.slotted.slot("blocks.0")) > 0
+    assert raise_modes.relative_size(grown, grown.slotted.slot("blocks.0")) > 0
     mine, theirs = grown.slotted.host.state_dict(), never.slotted.host.state_dict()
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
 def test_all_ways_to_raise_a_seed_are_compared(tmp_path: Path) -> None:
     path = tmp_path / "raise.jsonl"
-    growth_raise.main(["--seeds", "1", "--epochs", "7", "--jobs", "1", "--out", str(path)])
+    raise_modes.main(["--seeds", "1", "--epochs", "7", "--jobs", "1", "--out", str(path)])
     rows = {(row["way"], row["at"]): row for row in lines(path)[-1]["rows"]}
-    assert set(rows) == {*((way, at) for way in growth_raise.WAYS for at in growth_raise.TIMES), ("never", None)}
+    assert set(rows) == {*((way, at) for way in raise_modes.WAYS for at in raise_modes.TIMES), ("never", None)}
     for (way, _), row in rows.items():
         assert way == "never" or all(size > 0 for size in row["relative_size"].values())
     assert rows["shadow", 0.1]["train_gflops"] > rows["straight_through", 0.1]["train_gflops"] > rows["never", None]["train_gflops"]
@@ -296,7 +285,7 @@ def shadow_options(*more: str) -> list[str]:
 
 def test_the_cost_of_the_shadow_is_measured_with_and_without_replay(tmp_path: Path) -> None:
     path = tmp_path / "cost.jsonl"
-    growth_shadow_cost.main(shadow_options("--out", str(path)))
+    shadow_cost.main(shadow_options("--out", str(path)))
     _, *records = lines(path)
     assert [record["is_replayed"] for record in records] == [True, False]
     assert all(record["behind"] == 1 and record["ratio"]["low"] > 0 for record in records)
@@ -305,7 +294,7 @@ def test_the_cost_of_the_shadow_is_measured_with_and_without_replay(tmp_path: Pa
 @pytest.mark.parametrize("is_recorded", [True, False])
 def test_only_recorded_passes_are_replayed(is_recorded: bool) -> None:
     options = argparse.Namespace(blocks=3, width=4, size=4, batch=2, device="cpu", blueprint="conv3x3")
-    side = growth_shadow_cost.Side(options, 1)
+    side = shadow_cost.Side(options, 1)
     calls: list[int] = []
     side.model.blocks[0].layers.register_forward_hook(lambda *_: calls.append(1))
     for _ in range(2):
@@ -332,10 +321,10 @@ def test_longer_training_costs_what_growing_does_and_the_speed_is_the_one_that_t
 
 
 def test_promises_are_compared_with_the_gains_of_the_candidates(small: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth_promise, "load_task", lambda *arguments, **named: small)
-    monkeypatch.setattr(growth_promise, "AFTER", (1,))
-    monkeypatch.setattr(growth_promise, "KINDS", (("sgd", 0.0, 0.05),))
-    growth_promise.main(["--seeds", "1", "--before", "2", "--samples", "64", "--out", str(tmp_path / "promise.jsonl")])
+    monkeypatch.setattr(probe, "load_task", lambda *arguments, **named: small)
+    monkeypatch.setattr(probe, "AFTER", (1,))
+    monkeypatch.setattr(probe, "KINDS", (("sgd", 0.0, 0.05),))
+    probe.main(["--seeds", "1", "--before", "2", "--samples", "64", "--out", str(tmp_path / "promise.jsonl")])
     _, *candidates, summary = lines(tmp_path / "promise.jsonl")
     assert len({(run["slot"], run["blueprint"]) for run in candidates}) == len(candidates) == 24
     assert all(run["promise"] > 0 and run["weight_factor"] >= 1 for run in candidates)

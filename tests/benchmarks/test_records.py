@@ -16,18 +16,14 @@ from esper.vecenv.builtin import CartPoleHidden
 
 needs_sb3 = pytest.mark.extra("sb3_contrib")
 
-with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by path, and ask for one thread as they are imported
-    patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+with pytest.MonkeyPatch.context() as patch:  # scripts ask for one thread as they are imported
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         patch.setenv(name, "1")
-    import memory_tasks
-    import ppo_memory
-    import records
-    import recurrent_ppo
-    import sides
+    from benchmarks import records
+    from benchmarks.rl import memory as ppo_memory, memory_tasks, recurrent_ppo, sides
 
     if find_spec("sb3_contrib") is not None:
-        import sb3_env
+        from benchmarks.rl import sb3_env
 
 TINY = sides.Hyper(num_steps=8, hidden_size=4, num_epochs=1, num_minibatches=2)
 

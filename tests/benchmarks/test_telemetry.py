@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by path
-    patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    import telemetry
+from benchmarks.runs import telemetry
 
 pytestmark = [pytest.mark.slow, pytest.mark.extra()]  # benchmarks are checked by `make test-all`
 

@@ -100,7 +100,7 @@ def test_a_run_is_trained_evaluated_and_evaluated_again(capsys: pytest.CaptureFi
     assert "esper ppo eval run" in output
     assert load(TrainConfig, tmp_path / "run/config.toml") == CONFIG
     kinds = [record.kind for record in read(tmp_path / "run/events.jsonl")]
-    assert kinds[:2] == ["header", "run_started"]
+    assert kinds[:3] == ["header", "run_declared", "run_started"]
     assert kinds.count("update") == 10
     assert kinds[-2:] == ["evaluated", "run_ended"]
 

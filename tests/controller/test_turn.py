@@ -89,7 +89,7 @@ def test_seeds_are_judged_alone_or_all_at_once() -> None:
     assert [step for step in turn.legal() if step.op == "fossilize"] == [Step("fossilize", name) for name in ("a", "b", "all slots")]
     after = turn.after(Step("fossilize", "all slots")).after(Step("prune", "c"), "it harms").after(WAIT)
     assert [(type(action), action.slot) for action in after.actions] == [(Fossilize, "a"), (Fossilize, "b"), (Prune, "c")]
-    assert after.actions[0].reason.startswith("removing it now would raise the loss")
+    assert after.actions[0].reason.startswith("its cost of removal is ")
     assert after.actions[2].reason == "it harms"
     assert after.is_over
     assert [one.stage for one in after.state.slots] == [Stage.FOSSILIZED, Stage.FOSSILIZED, Stage.BLENDING]

@@ -40,6 +40,7 @@ from esper.rl import PPOConfig, TrainConfig, train_run
 from esper.runs import EventLog
 from esper.runs.analysis import ANALYSIS, write_analysis
 from esper.runs.folder import CONFIG, EVENTS, GROW, TWIN
+from esper.text_table import figure
 from tests.dashboard.chromium import Page, keep
 from tests.dashboard.test_watch import FOREIGN, handshake
 from tests.replays import WON, staged_battle
@@ -192,7 +193,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             file.write(update.replace('"step":64', f'"step":{step}').replace('"step":16', f'"step":{step}') + "\n")
     arena = root / "arena"
     save(ArenaTrainConfig(), arena / CONFIG)
-    shutil.copy(root / "cue-0" / EVENTS, arena / EVENTS)
+    (arena / EVENTS).write_text((root / "cue-0" / EVENTS).read_text().replace('"run_kind":"ppo"', '"run_kind":"arena"'))
     stamp = {key: event[key] for key in ("time", "run", "rank", "env", "step")}
     battles = {"update": 1, "results": {"strong": [4, 2, 2], NASTY: [1, 0, 0]}, "opponents": [], "team": 2, "overflow": 0, "reward": {}}
     league = {"update": 1, "name": "update-1", "is_promoted": True, "reason": "", "retired": [], "against": {}}
@@ -383,7 +384,7 @@ def test_the_terminal_shows_what_the_page_shows(
         "grown": ["mlp", "norm", "loss: training", "samples per second", "cores in use"],
         "controller": [
             "rent",
-            "decisions by kind: wait",
+            "operations that the policy chose: wait",
             "digits · conv",
             "the critic predicts",
             "double_conv3x3",
@@ -567,6 +568,7 @@ def show(page: Page, address: str, place: str, selector: str) -> None:
     page.driver.get("about:blank")
     page.driver.get(f"{address}#{place}")
     page.wait(lambda: page.text(selector) != "", f"{selector} did not appear on {place}")
+    page.driver.execute_script("for (const details of document.querySelectorAll('details')) details.open = true")
     page.settle()
 
 
@@ -588,10 +590,10 @@ def test_the_table_shows_all_runs_with_their_state_and_figures_of_a_plain_loop(p
         row = f"[data-run='{name}']"
         assert math.isclose(number(page.text(f"{row} [data-last]")), values[-1], rel_tol=5e-3)
         assert math.isclose(number(page.text(f"{row} [data-best]")), best(values), rel_tol=5e-3)
-        assert page.text(f"{row} [data-progress]").strip() == "100 %"
+        assert page.text(f"{row} [data-progress]").strip() == "100%"
     steps = max(event["step"] for event in lines_of(runs / "killed") if event["kind"] == "update")
     whole = next(event["total_steps"] for event in lines_of(runs / "killed") if event["kind"] == "run_started")
-    assert page.text("[data-run='killed'] [data-progress]").strip() == f"{100 * steps // whole} %"
+    assert page.text("[data-run='killed'] [data-progress]").strip() == f"{100 * steps // whole}%"
     page.driver.execute_script("document.querySelector('input[type=search]').focus()")
     page.press("dead killed")
     page.wait(lambda: len(page.texts("[data-run]")) == 1, "the filter does not filter")
@@ -619,8 +621,9 @@ def test_figures_of_the_learners_page_equal_a_plain_loop_over_the_lines(page: Pa
     updates = [event for event in lines_of(runs / "cue-0") if event["kind"] == "update"]
     lights = dict(zip(page.texts(".lights b"), page.texts(".lights .number"), strict=True))
     for name, field in (("KL divergence", "total_kl"), ("explained variance", "explained_variance"), ("gradient norm", "grad_norm")):
-        assert math.isclose(number(lights[name]), sum(event[field] for event in updates[-10:]) / len(updates[-10:]), rel_tol=2e-3), name
-    wait_for_chart(page, "losses", f"value_loss {shown_number(updates[-1]['value_loss'])}")
+        mean = sum(event[field] for event in updates[-10:]) / len(updates[-10:])
+        assert math.isclose(number(lights[name]), mean, rel_tol=2e-3, abs_tol=6e-5), name
+    wait_for_chart(page, "losses", f"value {figure(updates[-1]['value_loss'])}")
     # The system, in the units of the page.
     page.wait(lambda: page.text("[data-system='resources/memory_bytes']") != "", "there are no figures of the system")
     assert math.isclose(number(page.text("[data-system='steps_per_second']")), updates[-1]["steps_per_second"], rel_tol=1e-2)
@@ -638,7 +641,7 @@ def test_figures_of_the_controllers_page_equal_a_plain_loop_and_a_host_opens(pag
     assert math.isclose(number(page.text("[data-last]")), rounds[-1]["utility"], rel_tol=5e-3)
     assert math.isclose(number(page.text("[data-best]")), max(event["utility"] for event in rounds), rel_tol=5e-3)
     assert number(page.text("[data-cell] td:nth-child(2)")) == len(hosts)
-    wait_for_chart(page, "decisions by kind", f"wait {rounds[-1]['decisions']['wait']} at {len(rounds)}")
+    wait_for_chart(page, "operations that the policy chose", f"wait {rounds[-1]['decisions']['wait']} at {len(rounds)}")
     last = [host for host in hosts if host["round"] == rounds[-1]["round"]]
     assert [float(text) for text in page.texts("[data-host] b")] == pytest.approx([host["utility"] for host in last], rel=0.06)
     grown = next(place for place, host in enumerate(last) if host["grown"])
@@ -659,18 +662,12 @@ def test_a_rollback_and_the_reason_of_a_rejected_candidate_are_on_the_page(page:
 
 def test_the_page_of_a_run_with_little_telemetry_says_what_is_missing(page: Page, address: str, runs: Path) -> None:
     show(page, address, f"/runs/{name_in_address(runs / 'rate-0.01-0')}", "[data-missing]")
-    assert "alpha, contribution, age and weights of the slots" in page.text("[data-missing]")
+    assert "alpha, cost of removal, age and parameters of the slots" in page.text("[data-missing]")
     assert "--telemetry normal" in page.text("[data-missing]")
     assert "norm" in page.driver.execute_script("return document.querySelector('[data-slot=a]').textContent"), "stages are known"
     assert number(page.text("[data-parameters]")) == 1200
     show(page, address, f"/runs/{name_in_address(runs / 'grown')}", "[data-kept]")
     assert page.text("[data-missing]") == ""
-
-
-def shown_number(value: float) -> str:
-    """Return a number as the page writes it: four significant digits."""
-    short = float(f"{value:.4g}")
-    return f"{short:,.6f}".rstrip("0").rstrip(".") if 1e-3 <= abs(value) < 1e6 else f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e+")
 
 
 def charts(page: Page) -> dict[str, str]:
@@ -717,7 +714,7 @@ def test_every_chart_has_all_axes_smoothing_a_logarithmic_scale_and_seeds(page: 
     assert {title for title, words in charts(page).items() if "[" in words} == banded, "smoothing hides an interval"
     choose(page, "smoothing", 0)
     page.wait(lambda: charts(page) == before, "without smoothing the charts are not as before")
-    for button in page.driver.find_elements("css selector", "[data-chart] header button"):
+    for button in page.driver.find_elements("css selector", "[data-chart] header button:not(.is-on)"):
         page.driver.execute_script("arguments[0].click()", button)
     page.wait(lambda: all(", logarithmic" in words for words in charts(page).values()), "not all charts have a logarithmic axis")
     choose(page, "group by seed", True)
@@ -729,11 +726,11 @@ def test_the_means_over_seeds_of_gain_utility_and_calibration_equal_a_plain_loop
     show(page, address, f"/runs/{name_in_address(runs / 'rate-0.01-0')}", "[data-chart]")
     losses = [[loss_of(runs / f"rate-0.01-{seed}" / place) for place in ("", TWIN)] for seed in (0, 1)]
     gains = [twin - own for own, twin in losses]
-    wait_for_chart(page, "gain against parameters", f"by parameters; gain over the twin {shown_number(gains[0])} at 1,200")
+    wait_for_chart(page, "gain against parameters", f"by parameters; gain over the twin {figure(gains[0])} at 1,200")
     choose(page, "group by seed", True)
     half = 12.71 * abs(gains[0] - gains[1]) / 2
-    ends = f"[{shown_number(sum(gains) / 2 - half)}, {shown_number(sum(gains) / 2 + half)}]"
-    wait_for_chart(page, "gain against parameters", f"gain over the twin, 2 seeds {shown_number(sum(gains) / 2)} at 1,205 {ends}")
+    ends = f"[{figure(sum(gains) / 2 - half)}, {figure(sum(gains) / 2 + half)}]"
+    wait_for_chart(page, "gain against parameters", f"gain over the twin, 2 seeds {figure(sum(gains) / 2)} at 1,205 {ends}")
     choose(page, "gain against parameters by", "progress")
     choose(page, "axis", "time")
     wait_for_chart(page, "gain during training", "gain during training by hours; gain over the twin, 2 seeds")
@@ -747,9 +744,9 @@ def test_the_means_over_seeds_of_gain_utility_and_calibration_equal_a_plain_loop
     by_twin = [[host["utility"] for host in last if host["seed"] == seed] for seed in {host["seed"] for host in last}]
     mean = sum(sum(group) / len(group) for group in by_twin) / len(by_twin)
     choose(page, "axis", "step")
-    wait_for_chart(page, "utility per round", f"{level} {shown_number(mean)} at {own[-1]['round']}")
+    wait_for_chart(page, "utility per round", f"{level} {figure(mean)} at {own[-1]['round']}")
     choose(page, "group by seed", True)
-    wait_for_chart(page, "utility per round", f"{level}, 2 seeds {shown_number(mean + 0.5)} at {own[-1]['round']}")
+    wait_for_chart(page, "utility per round", f"{level}, 2 seeds {figure(mean + 0.5)} at {own[-1]['round']}")
     keep(page, "controller-seeds")
 
 
@@ -761,9 +758,9 @@ def loss_of(folder: Path) -> float:
 def test_runs_of_one_setting_are_grouped_by_seed_with_an_interval(page: Page, address: str, runs: Path, tmp_path: Path) -> None:
     show(page, address, f"/compare/{','.join(name_in_address(runs / f'cue-{seed}') for seed in (0, 1))}", "[data-chart]")
     last = [[event for event in lines_of(runs / f"cue-{seed}") if event["kind"] == "update"][-1]["value_loss"] for seed in (0, 1)]
-    wait_for_chart(page, "update/value_loss", f"cue-1 {shown_number(last[1])}")
+    wait_for_chart(page, "update/value_loss", f"cue-1 {figure(last[1])}")
     choose(page, "group by seed", True)
-    wait_for_chart(page, "update/value_loss", f"cue-0 and 1 more, 2 seeds {shown_number(sum(last) / 2)}")
+    wait_for_chart(page, "update/value_loss", f"cue-0 and 1 more, 2 seeds {figure(sum(last) / 2)}")
     half = 12.71 * abs(last[0] - last[1]) / 2
     ends = charts(page)["update/value_loss"].split("[")[1].rstrip("]").split(", ")
     assert [number(end) for end in ends] == pytest.approx([sum(last) / 2 - half, sum(last) / 2 + half], rel=1e-2)
@@ -796,7 +793,7 @@ def test_curves_move_while_a_run_trains_until_it_has_finished(page: Page, tmp_pa
             row = "[data-run='live']"
             page.wait(lambda: "running" in page.text(f"{row} .state"), "the run is not listed")
             page.driver.execute_script("document.querySelector(arguments[0]).click()", row)
-            page.wait(lambda: "value_loss" in charts(page).get("losses", ""), "there is no curve")
+            page.wait(lambda: "value " in charts(page).get("losses", ""), "there is no curve")
             first = charts(page)["losses"]
             (tmp_path / "seen-1").touch()
             page.wait(lambda: charts(page)["losses"] != first, "the curve does not move")
@@ -804,14 +801,14 @@ def test_curves_move_while_a_run_trains_until_it_has_finished(page: Page, tmp_pa
             (tmp_path / "seen-2").touch()
             page.wait(lambda: page.text(".state") == "finished", "the end is not seen")
             last = [event for event in lines_of(runs / "live") if event["kind"] == "update"][-1]
-            wait_for_chart(page, "losses", f"value_loss {shown_number(last['value_loss'])} at {last['step']}")
+            wait_for_chart(page, "losses", f"value {figure(last['value_loss'])} at {last['step']}")
             plot = page.driver.find_element("css selector", "[data-chart='losses'] .plot")
             page.driver.execute_script("arguments[0].scrollIntoView()", plot)
             page.wait(lambda: plot.get_attribute("data-painted") == str(last["step"]), "the chart is not painted again")
             training.wait(timeout=60)
             shutil.rmtree(runs / "live")
             page.wait(lambda: "was moved or removed" in page.text("main"), "the page does not say that the folder is gone")
-            assert "value_loss" in charts(page)["losses"], "the last figures stay"
+            assert "value " in charts(page)["losses"], "the last figures stay"
             keep(page, "gone")
         finally:
             for name in ("seen-1", "seen-2"):
@@ -861,7 +858,7 @@ def test_a_run_of_a_million_events_opens_with_progress(page: Page, address: str,
         seen = [share for share in shares if 0 < share < 1]
         assert len(set(seen)) > 1, f"no progress is shown while the run is read: {shares}"
         assert seen == sorted(seen)
-        wait_for_chart(page, "losses", f"value_loss {shown_number(update['value_loss'])} at {shown_number(1_000_999)}")
+        wait_for_chart(page, "losses", f"value {figure(update['value_loss'])} at {figure(1_000_999)}")
         keep(page, "million")
     finally:
         page.driver.get("about:blank")  # before the page sees that the run is gone
@@ -944,8 +941,8 @@ def test_the_growth_page_shows_the_worth_of_seeds_and_their_names_are_only_names
     try:
         page.wait(lambda: len(page.texts("[data-shapley]")) == 2, "the analysis does not appear while the page is open")
         texts = "return [...document.querySelectorAll('[data-shapley] text:last-of-type')].map((item) => item.textContent)"
-        assert page.driver.execute_script(texts) == ["+0.5 ±0.1", "−0.1"]
-        assert page.texts("[data-measure] td") == [NASTY, "", "−0.25*", "__proto__", "−0.25*", ""]
+        assert page.driver.execute_script(texts) == ["+0.5000 ±0.1000", "-0.1000"]
+        assert page.texts("[data-measure] td") == [NASTY, "", "-0.2500*", "__proto__", "-0.2500*", ""]
         page.driver.execute_script("document.querySelector('[data-blueprints]').scrollIntoView()")
         page.settle()
         keep(page, "analysis")
@@ -976,11 +973,9 @@ def test_paired_differences_and_curves_of_twins_in_a_comparison_equal_a_plain_lo
         half = 12.7062 * abs(one - other) / 2
         assert (estimate, low, high) == pytest.approx(((one + other) / 2, (one + other) / 2 - half, (one + other) / 2 + half), abs=1e-4)
     title = "epoch_ended/val_loss"
-    wait_for_chart(page, title, f"twin of rate-0.01-1 {shown_number(twins[0.01, 1])} at 4")
+    wait_for_chart(page, title, f"twin of rate-0.01-1 {figure(twins[0.01, 1])} at 4")
     choose(page, "group by seed", True)
-    wait_for_chart(
-        page, title, f"twin of rate-0.01-0 and 1 more, 2 seeds {shown_number(sum(twins[0.01, seed] for seed in (0, 1)) / 2)} at 4"
-    )
+    wait_for_chart(page, title, f"twin of rate-0.01-0 and 1 more, 2 seeds {figure(sum(twins[0.01, seed] for seed in (0, 1)) / 2)} at 4")
     keep(page, "compare")
 
 
@@ -1034,7 +1029,7 @@ def test_win_rates_have_intervals_in_the_table_and_as_a_band_and_players_have_ra
     won, drawn, lost = (sum(results[place] for results in rounds) for place in range(3))
     cells = [page.text(f"[data-opponent='strong'] td:nth-child({cell})") for cell in range(1, 7)]
     assert cells[:4] == ["strong anchor", str(won), str(drawn), str(lost)]
-    rate, low, high = (float(number.strip("[],")) for number in cells[4].split())
+    rate, low, high = (float(number.strip("[],%")) for number in cells[4].split())
     assert rate == pytest.approx(100 * (won + drawn / 2) / (won + drawn + lost), abs=0.05)
     assert low < rate < high
     assert cells[5] == "28.0 ± 1.5"
@@ -1044,8 +1039,8 @@ def test_win_rates_have_intervals_in_the_table_and_as_a_band_and_players_have_ra
     rate = (won + drawn / 2) / battles
     middle = (rate + z * z / (2 * battles)) / (1 + z * z / battles)
     reach = z * math.sqrt(rate * (1 - rate) / battles + z * z / (4 * battles**2)) / (1 + z * z / battles)
-    wait_for_chart(page, "win rate", f"strong {shown_number(rate)} at")
-    assert f"[{shown_number(middle - reach)}, {shown_number(middle + reach)}]" in charts(page)["win rate"]
+    wait_for_chart(page, "win rate", f"strong {figure(rate)} at")
+    assert f"[{figure(middle - reach)}, {figure(middle + reach)}]" in charts(page)["win rate"]
 
 
 def test_keys_choose_runs_and_links_keep_their_own_keys(page: Page, address: str, runs: Path) -> None:

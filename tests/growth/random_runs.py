@@ -306,7 +306,8 @@ def disagreements(played: Played) -> list[str]:
     compare("the dashboard", facts_of_dicts(growth_story(run)["seeds"]), wanted)
     compare("a query", facts_of_dicts(_rows(seeds_table(opened([played.folder])))), wanted)
     page = (played.folder / "report.html").read_text() if (played.folder / "report.html").exists() else ""
-    compare("report.html", _table_below(page, "<h2>Ledger</h2>"), [list(row) for row in ledger_rows(ledger.seeds)])
+    rows = [list(row[:-1]) for row in ledger_rows(ledger.seeds, is_short=True)]
+    compare("report.html", _table_below(page, "<h2>Lives of the seeds</h2>"), rows)
     shown = {seed.number: (seed.slot, seed.blueprint, seed.stage, seed.outcome, seed.why, seed.cost_of_removal) for seed in show(run)}
     compare(
         "runs show", shown, {one.number: (one.slot, one.blueprint, one.stage.name, one.outcome, one.why, one.gain) for one in ledger.seeds}

@@ -17,11 +17,11 @@ import esper
 from esper.growth import GrowthError, Slotted, add_slots
 from esper.growth.analysis import seeds_in
 from esper.growth.controllers.baselines import Planned
+from esper.growth.measure.shapley import plan_orders
 from esper.growth.metrics import accuracy
 from esper.growth.seeds.seed import Seed
 from esper.intervals import student_interval
 from esper.runs.analysis import Analysis, how_measured, read_analysis
-from esper.shapley import plan_orders
 from tests.growth.builders import Batch, Data, Host, assert_same, make_data, make_host, snapshot
 from tests.growth.host.helpers import plant_kept_seeds
 

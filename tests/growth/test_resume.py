@@ -128,7 +128,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tup
 
 
 CLOCK = {"seconds", "samples_per_second", "step_seconds", "data_wait_seconds", "seconds_lost", "resources", "memory_bytes"}
-COMINGS = {"header", "resumed", "growth_started", "loader_restarted", "growth_finished"}
+COMINGS = {"header", "run_declared", "resumed", "growth_started", "loader_restarted", "growth_finished"}
 
 
 def story(folder: Path) -> list[dict[str, Any]]:

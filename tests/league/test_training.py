@@ -34,13 +34,14 @@ from esper.rl.checkpoints import open_store
 from esper.rl.evaluate import EvaluationStopped
 from esper.rl.events import Update
 from esper.rl.run_setup import CheckpointEvaluated, Evaluated, RunEnded, RunStarted
-from esper.runs import Event, Resumed, read
+from esper.runs import Event, Resumed, RunDeclared, read
 from esper.runs.folder import EVENTS, RunError
 from tests.commands import assert_same_state
 from tests.league.arenas import small_policy, small_training
 from tests.processes import spawn
 
 RANKS = 2
+OF_SESSIONS = (RunDeclared, RunStarted, RunEnded, Resumed, CheckpointEvaluated)  # events that a resumed run has more of
 UPDATES = 4
 STEPS = 4  # of a rollout; battles take 6
 ROWS = 6 * 2 + 2 * 4  # that learn, in eight battles of two against two
@@ -80,7 +81,7 @@ def reported(folder: Path) -> list[Event]:
     events = [record.event for record in read(folder / EVENTS)]
     clocks = ("steps_per_second", "collect_seconds", "update_seconds", "other_seconds", "env_seconds")
     timeless: dict[str, Any] = {**dict.fromkeys(clocks, 0.0), "resources": {}}
-    kept = [event for event in events if not isinstance(event, RunStarted | RunEnded | Resumed | CheckpointEvaluated)]
+    kept = [event for event in events if not isinstance(event, OF_SESSIONS)]
     return [msgspec.structs.replace(event, **timeless) if isinstance(event, Update) else event for event in kept]
 
 
@@ -342,11 +343,8 @@ def test_memory_does_not_grow_over_many_updates() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="resident sizes are read from /proc")
-def test_the_memory_benchmark_reports_held_memory_and_its_growth(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    importlib.import_module("arena_memory").main(["--updates", "4", "--every", "2", "--battles", "8"])
+def test_the_memory_benchmark_reports_held_memory_and_its_growth(capsys: pytest.CaptureFixture[str]) -> None:
+    importlib.import_module("benchmarks.arena.memory").main(["--updates", "4", "--every", "2", "--battles", "8"])
     output = capsys.readouterr().out
     *lines, last = (json.loads(line) for line in output.splitlines())
     assert [line["update"] for line in lines] == [2, 4]

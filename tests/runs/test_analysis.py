@@ -197,8 +197,17 @@ def test_numbers_that_are_not_finite_have_no_interval() -> None:
 
 def test_tables_show_values_with_intervals_and_mark_sure_interactions() -> None:
     found = some_analysis()
-    assert seed_rows(found, found.measures[0])[0] == ("first", "mlp", "kept", *["+0.5000 ±0.1000"] * 3, "200", "+2.5000")
-    assert pair_matrix(found, found.measures[0]) == [("first", "", "−0.2500*"), ("second", "−0.2500*", "")]
+    assert seed_rows(found, found.measures[0])[0] == (
+        "first",
+        "mlp",
+        "kept",
+        "+0.5000 ±0.1000",
+        "0.5000 ±0.1000",
+        "+0.5000 ±0.1000",
+        "200",
+        "+2.5000",
+    )
+    assert pair_matrix(found, found.measures[0]) == [("first", "", "-0.2500*"), ("second", "-0.2500*", "")]
     assert found.measures[0].gain == pytest.approx(0.4)
     assert "+0.5000 ±0.1000" in found._repr_html_()
 

@@ -134,7 +134,7 @@ def test_esper_save_writes_the_card_of_a_model_that_a_grower_has_grown(by_slotte
     esper.save(model, tmp_path / "net.safetensors")
     text = (tmp_path / "net.md").read_text()
     assert "# Host: kept 1 of 2 seeds" in text
-    assert f"- validation loss after the first and the last epoch: {grower.history.val_losses[0]:.3f} → " in text
+    assert f"- validation loss after the first and the last epoch: {grower.history.val_losses[0]:.4f} → " in text
     assert f"- parameters: {sum(parameter.numel() for parameter in model.parameters() if parameter.is_floating_point()):,} (" in text
     assert re.search(r"\| first \| mlp \|.*\| kept \|", text)
     assert re.search(r"\| second \| norm \|.*\| pruned \|.*not fossilized when the model was baked", text)

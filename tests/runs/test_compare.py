@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def test_groups_are_compared_by_pairs_of_equal_seeds(tmp_path: Path) -> None:
     assert pair.differences == pytest.approx([-0.01, -0.011, -0.012])
     assert pair.interval is not None
     assert pair.interval.high < 0
-    assert pair.verdict(is_better_low=True) == "better"
+    assert pair.verdict(better="down") == "better"
 
 
 def test_grown_runs_are_compared_with_their_twins_over_seeds(tmp_path: Path) -> None:
@@ -46,7 +47,7 @@ def test_grown_runs_are_compared_with_their_twins_over_seeds(tmp_path: Path) -> 
     (pair,) = comparison.twins
     assert pair.differences == pytest.approx([-0.1, -0.2, 0.0])
     assert pair.interval == student_interval(pair.differences)
-    assert pair.verdict(is_better_low=True) == "may be chance"
+    assert pair.verdict(better="down") == "may be chance"
     (pair,) = compare_runs([tmp_path], figure="test accuracy").twins
     assert pair.differences == pytest.approx([0.1, 0.1, 0.1])
 
@@ -131,6 +132,13 @@ def test_the_plot_has_a_line_for_every_run_and_the_names_of_the_groups(tmp_path:
     with pytest.raises(RunError, match=r"name a \.png, \.svg or \.pdf file"):
         comparison.plot(tmp_path / "plot.txt")
     assert sorted(path.name for path in tmp_path.glob("*plot*")) == ["plot.png", "plot.svg"]
+
+
+def test_without_matplotlib_a_plot_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_ppo(tmp_path / "one", [0.0, 3.0])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(RunError, match="a plot needs matplotlib; install it with"):
+        compare_runs([tmp_path / "one"]).plot(tmp_path / "plot.svg")
 
 
 def test_a_damaged_config_is_no_run(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_the_report_of_a_ppo_run_shows_the_numbers_of_its_events(tmp_path: Path)
     page = write_run_report(make_run(tmp_path, "ppo", [*updates(4), checkpoint, *warned, evaluated, ended])).read_text()
     figures = dict(re.findall(r"<strong>(.*?)</strong><span>(.*?)</span>", page))
     assert next(iter(figures)) == "1.750"
-    assert figures["2.000"] == "return in training, last 100 episodes"
+    assert figures["2"] == "return in training, last 100 episodes"
     assert figures["1:15"] == "of training"
     charts = charts_of(page)
     assert charts["Return"]["training, last 100 episodes"] == ([100, 200, 300, 400], [0.5, 1.0, 1.5, 2.0])
@@ -139,7 +139,7 @@ def test_the_report_of_a_controller_run_shows_fleets_decisions_and_blueprints(tm
     page = write_run_report(make_run(tmp_path, "controller", [*updates(3), *rounds])).read_text()
     charts = charts_of(page)
     assert charts["Utility of a fleet"]["utility"] == ([1, 2, 3], [0.2, 0.4, 0.3]), "two fleets ended at one step"
-    assert charts["Decisions by kind"] == {"wait": ([1, 2, 3], [7, 7, 7]), "germinate": ([1, 2, 3], [4, 4, 4])}
+    assert charts["Operations that the policy chose"] == {"wait": ([1, 2, 3], [7, 7, 7]), "germinate": ([1, 2, 3], [4, 4, 4])}
     assert charts["Share of lives decided as advised"]["as advised"] == ([1, 2, 3], [0.25] * 3)
     assert charts["Entropy by head"]["action"][1] == [0.5] * 3
     assert charts["KL divergence"] == {"total": ([100, 200, 300], [0.01] * 3)}, "the only head equals the total"
@@ -180,11 +180,11 @@ def test_the_report_shows_the_calibration_of_the_critic_and_the_use_of_the_machi
     page = write_run_report(make_run(tmp_path, "ppo", [*busy, {"kind": "calibration", "step": 100, **bins}, failed])).read_text()
     charts = charts_of(page)
     assert charts["Achieved return"] == {"achieved": ([0, 1], [0.1, 0.8]), "as predicted": ([0, 1], [0, 1])}
-    assert '<td class="number">+0.8000 [+0.6000, +1.0000]</td><td class="number">50</td>' in page
+    assert '<td class="number">0.8000 [0.6000, 1]</td><td class="number">50</td>' in page
     assert charts["Samples per second"]["samples per second"][1] == [100, 100]
     assert charts["Seconds of an update"] == {"collecting": ([100, 200], [2, 2]), "environments": ([100, 200], [0.5, 0.5])}
     figures = {name: value for value, name in re.findall(r"<strong>(.*?)</strong><span>(.*?)</span>", page)}
-    assert (figures["memory"], figures["cores in use"], figures["collecting"]) == ("300 MiB", "1.5", "2 s")
+    assert (figures["memory"], figures["cores in use"], figures["collecting"]) == ("300 MiB", "1.50", "2 s")
     assert f"sink {NASTY} · error the disk is full" in unescape(page)
 
 

@@ -66,7 +66,7 @@ def test_a_learner_writes_more_at_each_level(tmp_path: Path) -> None:
         learner_events(tmp_path / level, telemetry=level, ppo=msgspec.structs.replace(CONFIG.ppo, thresholds=ThresholdsConfig()))
         for level in ("off", "minimal", "normal", "debug")
     )
-    assert kinds(off) == {"header", "run_started", "checkpoint_evaluated", "evaluated", "run_ended"}
+    assert kinds(off) == {"header", "run_declared", "run_started", "checkpoint_evaluated", "evaluated", "run_ended"}
     assert kinds(minimal) - kinds(off) == {"update"}
     assert kinds(normal) - kinds(minimal) == {"calibration", "gradient_norms"}
     assert kinds(debug) - kinds(normal) == {"internals"}
@@ -129,7 +129,7 @@ def grown_events(folder: Path, *, epochs: int = 4, learning_rate: float = 0.01, 
 @pytest.mark.slow
 def test_a_growing_run_writes_more_at_each_level(tmp_path: Path) -> None:
     off, minimal, normal, debug = (grown_events(tmp_path / level, telemetry=level) for level in ("off", "minimal", "normal", "debug"))
-    assert kinds(off) == {"header", "growth_started", "growth_finished"}
+    assert kinds(off) == {"header", "run_declared", "growth_started", "growth_finished"}
     assert kinds(minimal) - kinds(off) == {"epoch_ended"}
     assert all(not event.slots for event in minimal if isinstance(event, esper.growth.events.EpochEnded))
     assert all(event.slots for event in normal if isinstance(event, esper.growth.events.EpochEnded))

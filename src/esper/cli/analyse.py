@@ -17,7 +17,7 @@ from esper.cli.command import FAILED, CommandError, CommandResult
 from esper.cli.parse import parse
 from esper.config import Config, NonNegativeInt, PositiveInt
 from esper.runs.folder import RunError
-from esper.text_table import figure
+from esper.text_table import counted, figure
 
 if TYPE_CHECKING:
     from esper.runs.analysis import Analysis, BlueprintRow
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 _Flag = tyro.conf.FlagCreatePairsOff[bool]
 WIDE = 110  # columns of a terminal that shows all columns
 STRONGEST = 10  # pairs that are shown if the matrix of all does not fit
-HIDDEN = ("rolled back", "cells", "FLOPs", "alone", "outcome", "if removed now")  # columns that a narrow terminal does not show
+# Columns that a narrow terminal does not show.
+HIDDEN = ("rolled back", "refused", "cells", "FLOPs", "alone", "outcome", "cost per 1,000 parameters", "value per 1,000 parameters")
 
 DESCRIPTION = """Shows what became of every blueprint in growth runs and controller runs: tried, kept, pruned and why, refused by gates,
 cost of removal with an interval over cells, parameters and FLOPs. A cell is a run, or a task and host of a controller's training.
@@ -107,7 +108,6 @@ def _measure(folder: Path, arguments: AnalyseArguments) -> dict[str, Any]:
     from esper.experiment.analysis import analyse_run, evaluations, opened_seeds
     from esper.experiment.user_code import UserCodeError
     from esper.growth.config import GrowthError
-    from esper.growth.report.summary import counted
     from esper.runs import CheckpointError
     from esper.runs.analysis import ANALYSIS
     from esper.tasks import TaskError
@@ -181,21 +181,23 @@ def blueprint_parts(rows: Sequence[BlueprintRow], width: int) -> list[Renderable
 
 def analysis_parts(found: Analysis, width: int) -> list[RenderableType]:
     """Return the Shapley values of the seeds and the interaction of pairs, by the loss and by every metric."""
-    from esper.runs.analysis import SEED_HEADING, how_measured, pair_matrix, pair_rows, seed_rows, signed
+    from esper.runs.analysis import SEED_HEADING, how_measured, pair_matrix, pair_rows, seed_rows
 
     parts: list[RenderableType] = []
     for measure in found.measures:
         title = measure.name
         if measure.without is not None and measure.with_all is not None and measure.gain is not None:
-            title += f": {figure(measure.without)} without seeds, {figure(measure.with_all)} with all, gain {signed(measure.gain)}"
+            title += (
+                f": {figure(measure.without)} without seeds, {figure(measure.with_all)} with all, gain {figure(measure.gain, sign='+')}"
+            )
         parts += ["", Text(title), cells_table(SEED_HEADING, seed_rows(found, measure), numbers=range(3, len(SEED_HEADING)), width=width)]
         names = [seed.name for seed in found.seeds]
         if measure.pairs and sum(max(len(name), 9) + 2 for name in ("", *names)) <= width:
-            parts += ["", Text("interaction of pairs: + they help each other, − they do the same work; * the interval is without 0")]
+            parts += ["", Text("interaction of pairs: + they help each other, - they do the same work; * the interval is without 0")]
             parts.append(cells_table(("", *names), pair_matrix(found, measure), numbers=range(1, len(names) + 1), width=WIDE))
         elif measure.pairs:
             count = len(measure.pairs)
-            parts += ["", Text(f"the strongest interactions of the {count} pairs: + they help each other, − they do the same work")]
+            parts += ["", Text(f"the strongest interactions of the {count} pairs: + they help each other, - they do the same work")]
             parts.append(cells_table(("seed", "and seed", "interaction"), pair_rows(measure, STRONGEST), numbers=(2,), width=width))
     return [*parts, "", Text(how_measured(found))]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from esper.config import Config, describe
 from esper.files import reason_of
-from esper.runs.folder import CHECKPOINTS, CONFIG, Kind, RunError, check_holds_a_run
+from esper.runs.folder import CHECKPOINTS, CONFIG, RunError, check_holds_a_run
 from esper.runs.foreign import quoted
 from esper.runs.signals import INTERRUPTED
 
@@ -71,7 +71,7 @@ def how_to_resume(command: str, folder: Path) -> str:
     return f"go on with: esper {command} --resume --run {quoted(folder)}"
 
 
-def check_run(folder: Path, kind: Kind) -> None:
+def check_run(folder: Path, kind: str) -> None:
     """Raise CommandError if a folder that a user named holds no run of this kind."""
     try:
         check_holds_a_run(folder, kind)

@@ -19,8 +19,7 @@ from esper.rl.events import Collected, Update
 from esper.rl.run_setup import RunStarted
 from esper.runs import EventRecord, read
 from esper.runs.folder import EVENTS
-from esper.runs.sections import per_second
-from esper.text_table import duration
+from esper.text_table import duration, figure
 
 _RECENT_FLEETS = 10  # fleets whose results are shown
 
@@ -126,7 +125,7 @@ class ControllerProgress(ppo_progress.PPOProgress):
     @property
     def speed(self) -> str:
         samples = self.samples_per_second
-        return f"{per_second(self.rate.value)} lives/s  {f'{samples:,.0f}' if samples == samples else '?'} samples/s"
+        return f"{figure(self.rate.value)} lives/s  {f'{samples:,.0f}' if samples == samples else '?'} samples/s"
 
     @property
     def health(self) -> str:

@@ -16,7 +16,7 @@ from esper.config import Config
 
 DESCRIPTION = "Says what is installed, which devices there are, and what is missing."
 
-REQUIRED = ("torch", "numpy", "msgspec", "tyro", "rich", "safetensors", "matplotlib")
+REQUIRED = ("torch", "numpy", "msgspec", "tyro", "rich", "safetensors")
 EXTRAS = {
     "numba": ("numba",),
     "gym": ("gymnasium", "pettingzoo"),
@@ -28,6 +28,7 @@ EXTRAS = {
     "league": ("openskill", "numba"),
     "cuda": ("numba-cuda",),
     "dashboard": ("nicegui",),
+    "plot": ("matplotlib",),
     "query": ("duckdb",),
 }
 

@@ -12,12 +12,12 @@ from rich.text import Text
 
 from esper.cli import progress
 from esper.growth.events import ActionRefused, GrowthFinished, SlotView, StageEntered
-from esper.growth.lifecycle.ledger import gain_in_words
 from esper.growth.lifecycle.stages import OCCUPIED, Stage
 from esper.growth.report.story import Remark, metric_in_words
-from esper.growth.report.summary import GrowthProgress, counted
+from esper.growth.report.summary import GrowthProgress
 from esper.runs import EventRecord
-from esper.text_table import figure
+from esper.runs.stages import STAGES
+from esper.text_table import added, counted, figure, shortened, with_interval
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 16
@@ -26,7 +26,6 @@ WIDE = 100  # width in columns from which intervals are shown
 _MAX_SLOTS = 12  # rows; further empty slots are only counted
 _MAX_REMARKS = 4
 _MAX_METRICS = 4
-_STYLES = {"HOLDING": "blue", "FOSSILIZED": "bold green", "EMBARGOED": "dim", "DORMANT": "dim", "BLENDING": "yellow", "TRAINING": "magenta"}
 
 
 class GrowProgress(GrowthProgress, progress.Progress):
@@ -43,8 +42,8 @@ class GrowProgress(GrowthProgress, progress.Progress):
         """Return a line for every change in a slot, with its reason."""
         match record.event:
             case StageEntered() as entered if entered.stage not in (Stage.EMBARGOED.name, Stage.DORMANT.name):
-                word = "KEPT" if entered.stage == Stage.FOSSILIZED.name else entered.stage
-                return f"epoch {entered.epoch}: {entered.slot} {entered.blueprint} {word}: {entered.reason}"
+                word = STAGES[entered.stage].word
+                return f"epoch {entered.epoch}: {entered.blueprint} after {entered.slot} {word}: {entered.reason}"
             case ActionRefused() as refused:
                 return f"epoch {refused.epoch}: refused to {refused.action} {refused.slot}: {refused.reason}"
         return None
@@ -80,8 +79,8 @@ def _losses(progress: GrowProgress) -> RenderableType:
     for _ in range(4):
         grid.add_column(no_wrap=True)
     train, validation = [epoch.train_loss for epoch in story.epochs], [epoch.val_loss for epoch in story.epochs]
-    added = f"+{last.parameters / max(host, 1) - 1:.1%}" if last.parameters != host else "none added"
-    grid.add_row("train", figure(last.train_loss), Text(sparkline(train), style="dim"), f"parameters {last.parameters:,}  ({added})")
+    more = added(last.parameters - host, host) if last.parameters != host else "none added"
+    grid.add_row("train", figure(last.train_loss), Text(sparkline(train), style="dim"), f"parameters {last.parameters:,}  ({more})")
     best_text = f"best {figure(best.val_loss)} after epoch {best.epoch}"
     grid.add_row("val", Text(figure(last.val_loss), style="bold"), Text(sparkline(validation), style="blue"), best_text)
     for name, value in list(last.metrics.items())[:_MAX_METRICS]:
@@ -121,7 +120,8 @@ def _slots(views: Sequence[SlotView], width: int) -> RenderableType:
 
 
 def _slot_cells(view: SlotView, width: int) -> list[RenderableType]:
-    stage = Text(view.stage, style=_STYLES.get(view.stage, ""))
+    look = STAGES[view.stage]
+    stage = Text(look.word, style=look.style)
     slot = Text(shortened(view.slot, 40 if width >= WIDE else 18))
     if Stage[view.stage] not in OCCUPIED:
         return [slot, stage, *[Text("–" if column == 0 else "", style="dim") for column in range(5)]]
@@ -131,23 +131,9 @@ def _slot_cells(view: SlotView, width: int) -> list[RenderableType]:
         Text(shortened(view.blueprint or "", 30 if width >= WIDE else 16)),
         f"{view.alpha:.2f}",
         str(view.age),
-        Text(gain_in_words(view.gain, view.gain_low, view.gain_high, is_short=width < WIDE)),
+        Text(with_interval(view.gain, view.gain_low, view.gain_high, is_short=width < WIDE)),
         figure(view.rent),
     ]
-
-
-def shortened(name: str, width: int) -> str:
-    """Cut a name at its beginning; the end tells it from others.
-
-    >>> shortened("encoder.layers.11.attention", 14)
-    '…11.attention'
-    >>> shortened("blocks.0", 14)
-    'blocks.0'
-    """
-    if len(name) <= width:
-        return name
-    end = name[-(width - 1) :]
-    return f"…{end[end.find('.') + 1 :] if '.' in end[:-1] else end}"
 
 
 def _remarks(remarks: Sequence[Remark]) -> RenderableType:

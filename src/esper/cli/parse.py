@@ -21,7 +21,7 @@ import tyro
 
 from esper.cli.command import GLOBAL_HELP, OK, CommandError, check_run
 from esper.config import Config, load, load_saved, to_toml
-from esper.runs.folder import CONFIG, Kind
+from esper.runs.folder import CONFIG
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
@@ -172,7 +172,7 @@ def _without_frame(text: str) -> str:
     return " ".join(re.sub(r"[│╭╮╰╯─|+]|-{3,}", " ", _TITLE.sub("", text)).split())
 
 
-def saved_config(config_type: type[ConfigT], kind: Kind, folder: str | None, path: str | None) -> ConfigT:
+def saved_config(config_type: type[ConfigT], kind: str, folder: str | None, path: str | None) -> ConfigT:
     """Return the config of the run in a folder; `path` is the value of --config, which must not be given."""
     if folder is None:
         raise CommandError("--resume needs the folder of the run: --run RUN")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from esper.cli.command import FAILED, CommandError, CommandResult
 from esper.cli.parse import parse
 from esper.config import Config
-
-if TYPE_CHECKING:
-    from esper.runs.folder import Kind
 
 DESCRIPTION = """Writes report.html into the folder of a run, from what happened in it so far. It tells the same story as the run's page in
 esper watch: main figures, curves, health, use of the machine, settings. The report of a growth run also has the difference to its twin, the
@@ -29,7 +26,7 @@ def run(argv: list[str], prog: str) -> CommandResult:
     return write(parse(ReportArguments, argv, prog, description=DESCRIPTION).run)
 
 
-def write(folder: Path, *, only: Kind | None = None) -> CommandResult:
+def write(folder: Path, *, only: str | None = None) -> CommandResult:
     """Write the report of a run and print its path. With `only`, a run of another kind is an error."""
     from esper.growth.report.html import write_report
     from esper.runs.catalog import open_run

@@ -20,15 +20,16 @@ from rich.console import Console
 
 from esper.cli.command import CommandError, CommandResult, how_to_resume
 from esper.cli.parse import parse
+from esper.cli.run_text import STATE_STYLES, age, sparkline
 from esper.cli.table import LongTable
-from esper.cli.watch import STATE_STYLES, sparkline
 from esper.config import Config
-from esper.runs.folder import GROW, TWIN, Kind, RunError, State, has_twin
+from esper.runs.folder import GROW, TWIN, RunError, State, has_twin
 from esper.runs.foreign import clean, quoted
 from esper.text_table import aligned, figure
 
 if TYPE_CHECKING:
     from esper.runs.catalog import Run, Summary
+    from esper.runs.events import RunDeclared
 
 ROOT = Path("runs")  # folder of runs unless another one is named
 WIDE = 110  # columns of a terminal that shows everything about a run on one line
@@ -60,8 +61,8 @@ figure is the one that this kind of run is judged by, with its last and its best
 class LsArguments(Config):
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="[FOLDER]")] = ROOT
     """folder with runs"""
-    kind: Annotated[tuple[Kind, ...], _ALL] = ()
-    """only runs of these kinds"""
+    kind: Annotated[tuple[str, ...], _ALL] = ()
+    """only runs of these kinds, such as growth, ppo, controller or arena"""
     state: Annotated[tuple[State, ...], _ALL] = ()
     """only runs in these states"""
     tag: Annotated[tuple[str, ...], _NONE] = ()
@@ -147,18 +148,6 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{int(100 * share)}%"
 
 
-def age(seconds: float) -> str:
-    """Format the time since something happened.
-
-    >>> age(5), age(200), age(4 * 3600), age(3 * 86400)
-    ('5 s ago', '3 min ago', '4 h ago', '3 d ago')
-    """
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds // length:.0f} {unit} ago"
-    return f"{max(seconds, 0):.0f} s ago"
-
-
 # esper runs show
 
 
@@ -199,9 +188,11 @@ def run_show(argv: list[str], prog: str) -> CommandResult:
     summary, figures, settings = run.summary(), final_figures(run), settings_of(config)
     of_twin = {} if twin is None else final_figures(twin)
     seeds, next_steps = seeds_of(run) if run.kind == "growth" else [], what_next(run, summary)
-    _print_head(summary)
+    _print_head(summary, run.declared())
     if figures:
-        rows = [[name, written(value), *([written(of_twin.get(name))] if twin else [])] for name, value in figures.items()]
+        units = {figure.name: figure.unit for figure in run.declared().figures if figure.unit != "share"}
+        names = {name: f"{name}, {units[name]}" if units.get(name) else name for name in figures}
+        rows = [[names[name], written(value), *([written(of_twin.get(name))] if twin else [])] for name, value in figures.items()]
         print("\n" + aligned([["figure", "last", *(["its twin"] if twin else [])], *rows], numbers=True))
     if seeds:
         print()
@@ -219,7 +210,7 @@ def _setting(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _print_head(summary: Summary) -> None:
+def _print_head(summary: Summary, declared: RunDeclared) -> None:
     from esper.runs.compare import written
 
     now = time.time()
@@ -231,9 +222,7 @@ def _print_head(summary: Summary) -> None:
     if summary.state == "empty":
         rows[-1] = ["state", "empty: no event was written"]
     encoding = sys.stdout.encoding or "ascii"
-    from esper.runs.sections import STEP  # imports NumPy
-
-    rows.append(["progress", f"{progress_bar(summary.progress, encoding)}  {summary.step:,} {STEP[summary.kind]}"])
+    rows.append(["progress", f"{progress_bar(summary.progress, encoding)}  {summary.step:,} {declared.unit}"])
     if summary.started is not None:
         rows.append(["started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.started))])
     if summary.last is not None:
@@ -278,7 +267,7 @@ def _print_seeds(seeds: Sequence[SeedLife]) -> None:
         ]
         for seed in seeds
     ]
-    print(aligned([["seed", "slot", "blueprint", "epochs", "outcome", "removal costs", "rent"], *rows]))
+    print(aligned([["seed", "slot", "blueprint", "epochs", "outcome", "cost of removal", "rent"], *rows]))
     for seed in seeds:
         print(f"  {seed.number}: {seed.why}")
 
@@ -291,7 +280,9 @@ def what_next(run: Run, summary: Summary) -> list[str]:
     watch = [f"watch it with: esper watch {folder}"] if "watch" in COMMANDS else []
     if summary.state == "running":
         return watch or [f"it is training; see how far it is with: esper runs show {folder}"]
-    command = {"growth": "grow", "ppo": "ppo train", "controller": "controller train", "arena": "arena train"}[run.kind]
+    command = {"growth": "grow", "ppo": "ppo train", "controller": "controller train", "arena": "arena train"}.get(run.kind)
+    if command is None:
+        return [f"write its report with: esper report {folder}", *watch]
     if run.kind == "growth" and not (run.folder / GROW).is_file():
         resume = f"go on with it in Python: esper.grow(..., run={str(run.folder)!r}, resume=True)"
     else:

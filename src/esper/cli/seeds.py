@@ -64,7 +64,7 @@ def _print_others(comparisons: Sequence[Comparison]) -> None:
     rows = []
     for comparison in comparisons:
         for pair in comparison.twins:
-            verdict = pair.verdict(is_better_low=comparison.figure.is_better_low)
+            verdict = pair.verdict(better=comparison.figure.better)
             rows.append([comparison.figure.name, str(len(pair.differences)), written_interval(pair.interval, sign="+"), verdict])
     if rows:
         print("\n" + aligned([["difference to the twin", "pairs", "95 % interval over seeds", ""], *rows]))

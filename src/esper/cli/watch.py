@@ -22,6 +22,7 @@ from rich.text import Text
 
 from esper.cli.command import CommandError, CommandResult
 from esper.cli.parse import parse
+from esper.cli.run_text import TWIN_OF
 from esper.config import Config, NonNegativeInt
 from esper.files import reason_of
 from esper.runs.folder import RunError, kind_of
@@ -46,10 +47,7 @@ lives of seeds and hosts, all lists and the settings, < and > change the round o
 
 EVERY_S = 1.0
 AGES_EVERY_S = 5.0  # a run that writes nothing is looked at anew this often, since it may have died
-BLOCKS = "▁▂▃▄▅▆▇█"
-STATE_STYLES = {"running": "bold cyan", "finished": "green", "stopped": "yellow", "dead": "bold red", "empty": "dim"}
 OF_TWINS = ("epoch_ended/val_loss", "epoch_ended/metrics/")  # series of twins that are shown beside those of their runs
-TWIN_OF = "/twin"  # after the name of a run: its twin
 COMPARED = 8  # series that a comparison shows, at most
 
 
@@ -185,7 +183,7 @@ class Screen:
 
     def _new_view(self, width: int) -> RenderableType:
         from esper.cli.watch_views import comparison_view, run_view, runs_table
-        from esper.runs.sections import CHARTS, SYSTEM, system_figures
+        from esper.runs.sections import SYSTEM, charts_of, system_figures
 
         self.watcher.refresh()
         if self.compared:
@@ -207,9 +205,9 @@ class Screen:
         if rounds:
             self.back = min(self.back, len(rounds) - 1)
             page["controller"]["hosts"] = self.watcher.hosts(self.run_name, rounds[-1 - self.back])
-        kind = page["summary"]["kind"]
-        curves, system = (self._curves(page, wanted) for wanted in (CHARTS[kind], SYSTEM[kind]))
         run = self.watcher.run(self.run_name)
+        wanted = ((), ()) if run is None else (charts_of(run), SYSTEM.get(run.kind, ()))
+        curves, system = (self._curves(page, charts) for charts in wanted)
         return run_view(page, curves, system, system_figures(run) if run is not None else [], width=width, is_open=self.is_open)
 
     def _curves(self, page: dict[str, Any], wanted: Sequence[Curves]) -> list[Curve]:
@@ -241,12 +239,11 @@ class Screen:
 
     def _compared_curves(self, found: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
         """Return the main series that all compared runs have: name -> run -> values."""
-        from esper.runs.sections import CHARTS, series_of
+        from esper.runs.sections import charts_of, series_of
 
-        kinds = list(dict.fromkeys(run["kind"] for run in found["runs"]))
-        wanted = [
-            series for curves in (CHARTS[kinds[0]] if kinds else ()) for series in list(series_of(found["series"], curves).values())[:2]
-        ]
+        first = self.watcher.run(found["runs"][0]["id"]) if found["runs"] else None
+        charts = () if first is None else charts_of(first)
+        wanted = [series for curves in charts for series in list(series_of(found["series"], curves).values())[:2]]
         curves: dict[str, dict[str, list[float]]] = {series: {} for series in wanted[:COMPARED]}
         for run in found["runs"]:
             own = self.watcher.series(run["id"], curves, {}, None)["series"]
@@ -330,17 +327,3 @@ def _keys() -> Iterator[Callable[[float], list[str]]]:
         yield wait
     finally:
         termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
-
-
-def sparkline(values: Sequence[float], width: int, *, ends: tuple[float, float] | None = None) -> str:
-    """Return a curve of block characters, at most `width` wide, from its lowest to its highest value or between `ends`.
-
-    >>> sparkline([0.0, 1.0, 2.0, 7.0], 4), sparkline([0.0, 1.0], 4, ends=(0.0, 7.0))
-    ('▁▂▃█', '▁▂')
-    """
-    if len(values) < 2:
-        return ""
-    count = min(width, len(values))
-    chosen = [values[round(place * (len(values) - 1) / (count - 1))] for place in range(count)]
-    low, high = ends or (min(chosen), max(chosen))
-    return "".join(BLOCKS[round((value - low) / ((high - low) or 1.0) * (len(BLOCKS) - 1))] for value in chosen)

@@ -16,31 +16,20 @@ from rich.table import Table
 from rich.text import Text
 
 from esper.cli.analyse import WIDE, analysis_parts, blueprint_parts, cells_table
-from esper.cli.runs import age
+from esper.cli.run_text import STATE_STYLES, TWIN_OF, age, sparkline
 from esper.cli.table import LongTable
-from esper.cli.watch import STATE_STYLES, TWIN_OF, sparkline
-from esper.runs.analysis import ABOUT_BLUEPRINTS, Analysis, BlueprintRow, signed
+from esper.runs.analysis import ABOUT_BLUEPRINTS, Analysis, BlueprintRow
 from esper.runs.catalog import settings_of
 from esper.runs.compare import shown_setting
 from esper.runs.controller_story import others_in_words
 from esper.runs.foreign import quoted
 from esper.runs.health import problem_in_words
 from esper.runs.opponents import clock, result_of
-from esper.text_table import figure
+from esper.runs.stages import STAGES
+from esper.text_table import counted, figure, points, shortened, with_interval
 
 FEW = 12  # rows of a long list until it is opened
 LIGHT_STYLES = {"green": "green", "yellow": "yellow", "red": "bold red"}
-# Stage -> its word, its letter in a timeline, and its style.
-STAGES = {
-    "DORMANT": ("empty", " ", "dim"),
-    "GERMINATED": ("germinated", "g", "blue"),
-    "TRAINING": ("learns in the shadow", "t", "cyan"),
-    "BLENDING": ("blends", "b", "magenta"),
-    "HOLDING": ("on probation", "h", "yellow"),
-    "FOSSILIZED": ("kept", "K", "green"),
-    "PRUNED": ("pruned", "x", "red"),
-    "EMBARGOED": ("under embargo", "e", "dim"),
-}
 
 
 class Curve(NamedTuple):
@@ -73,31 +62,6 @@ def _table(*headings: str, left: int = 0) -> Table:
     return table
 
 
-def number(value: float | None) -> str:
-    """Format a number of any size.
-
-    >>> number(12345.6), number(17.0), number(0.25), number(None)
-    ('12,346', '17', '0.2500', '–')
-    """
-    if value is None or not math.isfinite(value):
-        return "–"
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == round(value) else figure(value)
-
-
-def interval(value: float | None, low: float | None, high: float | None) -> str:
-    """Format a number with the ends of its interval, if it has one."""
-    return number(value) if low is None or high is None else f"{number(value)} [{number(low)}, {number(high)}]"
-
-
-def _give_or_take(value: float | None, low: float | None, high: float | None) -> str:
-    return number(value) if low is None or high is None or value is None else f"{signed(value)} ±{number((high - low) / 2)}"
-
-
-def _shortened(name: str, most: int) -> str:
-    """Cut a long name at its beginning; the end tells it from others."""
-    return name if len(name) <= most else f"…{name[len(name) - most + 1 :]}"
-
-
 # The table of runs
 
 
@@ -113,8 +77,8 @@ def runs_table(overview: dict[str, Any], *, width: int = 80, here: str | None = 
     rows, state = [], heading.index("state")
     for place, row in enumerate(overview["runs"]):
         cells = [">" if row["id"] == here else " ", "×" if row["id"] in chosen else " "] if here is not None else []
-        cells += [_shortened(row["name"], max(width // 3, 12)), row["kind"], row["state"]]
-        cells += ["" if row["progress"] is None else f"{row['progress']:.0%}", number(row["last"]), number(row["best"])]
+        cells += [shortened(row["name"], max(width // 3, 12)), row["kind"], row["state"]]
+        cells += ["" if row["progress"] is None else f"{row['progress']:.0%}", figure(row["last"]), figure(row["best"])]
         cells += [row["figure"], sparkline(row["spark"], 20)] if is_wide else []
         cells += [age(overview["now"] - row["touched"]) if row["touched"] else "–", *([", ".join(row["tags"])] if has_tags else [])]
         rows.append(cells)
@@ -144,7 +108,9 @@ def run_view(
     `machine` are the newest figures of the machine as (value, name), `system` their curves.
     """
     parts: list[Part] = [*_head(page), _notes(page)]
+    drawn = _titled("curves", curves_table(curves, width))
     if growth := page.get("growth"):
+        parts += drawn
         parts += _network(growth, width, page["config"].get("telemetry", ""))
         parts += _lives(growth["seeds"], max(page["summary"]["step"], 1), width, "epoch", is_open=is_open)
     if page.get("health"):
@@ -153,7 +119,7 @@ def run_view(
         parts += _replays(page, is_open=is_open)
     if controller := page.get("controller"):
         parts += _utility(controller, width)
-    parts += _titled("curves", curves_table(curves, width))
+    parts += [] if growth else drawn
     parts += _calibration(page.get("calibration"))
     if controller:
         parts += [*_hosts(controller, width, is_open=is_open), *_cells(controller)]
@@ -178,12 +144,14 @@ def _head(page: dict[str, Any]) -> list[Part]:
     state = Text(summary["state"], style=STATE_STYLES[summary["state"]])
     done = "" if summary["progress"] is None else f" · {summary['progress']:.0%}"
     head = Text.assemble((summary["name"], "bold"), f" · {summary['kind']} · ", state, done, *(f" · {tag}" for tag in summary["tags"]))
-    figures = [f"{summary['figure']} {number(summary['last'])}, best {number(summary['best'])}"]
+    figures = [f"{summary['figure']} {figure(summary['last'])}, best {figure(summary['best'])}"]
     if growth := page.get("growth"):
         if (compared := growth["compared"]) is not None:
-            ends = f"[{100 * compared['low']:+.1f}, {100 * compared['high']:+.1f}]"
-            figures.append(f"accuracy against the twin {100 * compared['accuracy_difference']:+.1f} points {ends}")
-        figures.append(f"{sum(seed['outcome'] == 'kept' for seed in growth['seeds'])} of {len(growth['seeds'])} seeds kept")
+            difference = points(compared["accuracy_difference"], compared["low"], compared["high"])
+            figures.append(f"test accuracy against the twin {difference}")
+        if growth["difference"] is not None:
+            figures.insert(0, f"validation loss against the twin {figure(growth['difference'], sign='+')}")
+        figures.append(f"{sum(seed['outcome'] == 'kept' for seed in growth['seeds'])} of {counted(len(growth['seeds']), 'seed')} kept")
         host = growth["started"]["parameters"] or 0
         added = sum(slot.get("parameters") or 0 for slot in growth["slots"] if slot["blueprint"])
         figures.append(f"{host + added:,} parameters, host {host:,}")
@@ -213,7 +181,7 @@ def curves_table(curves: Iterable[Curve], width: int) -> Table:
         if known:
             name = f"{curve.title}: {curve.label}" if curve.label else curve.title
             label = f"  {curve.label}" if curve.title == before else name
-            rows.append((label, known, [number(value) for value in (known[-1], min(known), max(known))]))
+            rows.append((label, known, [figure(value) for value in (known[-1], min(known), max(known))]))
             before = curve.title
     table = _table("", "", "last", "from", "to", left=2)
     if rows:
@@ -233,19 +201,19 @@ def _network(growth: dict[str, Any], width: int, telemetry: str) -> list[Part]:
     """Return the slots from the input to the output, each with its stage, seed, alpha, age and cost of removal."""
     if telemetry in ("off", "minimal") and not any("age" in slot for slot in growth["slots"]):
         return _titled("network", Text("The log has no details of slots. Train with --telemetry normal to see them.", style="dim"))
-    table = _table("", "slot", "stage", "seed", "alpha", "age", "costs if removed", "weights", left=4)
+    table = _table("", "slot", "stage", "seed", "alpha", "age", "cost of removal", "parameters", left=4)
     table.add_row("┬", Text("input", style="dim"))
     for slot in growth["slots"]:
-        word, _, style = STAGES.get(slot["stage"], STAGES["DORMANT"])
-        name = Text(_shortened(slot["slot"], max(width // 5, 12)))
+        look = STAGES.get(slot["stage"], STAGES["DORMANT"])
+        name = Text(shortened(slot["slot"], max(width // 5, 12)))
         if not slot["blueprint"]:
-            table.add_row("│", name, Text(word, style=style))
+            table.add_row("│", name, Text(look.word, style=look.style))
             continue
         alpha = float(slot["alpha"] or 0.0)
         bar = f"{'█' * round(5 * alpha):░<5} " if width >= WIDE else ""
-        cost = _give_or_take(slot.get("gain"), slot.get("gain_low"), slot.get("gain_high"))
-        cells = (Text(f"{bar}{alpha:.2f}", style=style), str(slot.get("age", "–")), cost, f"{slot.get('parameters') or 0:,}")
-        table.add_row(Text("├●", style=style), name, Text(word, style=style), Text(slot["blueprint"]), *cells)
+        cost = with_interval(slot.get("gain"), slot.get("gain_low"), slot.get("gain_high"), is_short=True)
+        cells = (Text(f"{bar}{alpha:.2f}", style=look.style), str(slot.get("age", "–")), cost, f"{slot.get('parameters') or 0:,}")
+        table.add_row(Text("├●", style=look.style), name, Text(look.word, style=look.style), Text(slot["blueprint"]), *cells)
     table.add_row("┴", Text("output", style="dim"))
     return _titled("network", table)
 
@@ -263,12 +231,13 @@ def _lives(seeds: Sequence[dict[str, Any]], end: int, width: int, unit: str, *, 
             moment = (place + 0.5) * end / room
             stage = next((entry["stage"] for entry in reversed(seed["stages"]) if entry["epoch"] <= moment), "DORMANT")
             is_over = seed["ended"] is not None and moment >= seed["ended"] and seed["outcome"] != "kept"
-            _, letter, style = STAGES["DORMANT" if is_over else stage]
+            look = STAGES["DORMANT" if is_over else stage]
             used |= {} if is_over else {stage: None}
-            bar.append(letter, style=style)
-        name = Text(_shortened(f"{seed['blueprint']} · {seed['slot']}", most))
+            bar.append(look.letter, style=look.style)
+        name = Text(shortened(f"{seed['blueprint']} · {seed['slot']}", most))
         table.add_row(str(seed["number"]), name, bar, seed["outcome"])
-    legend = Text("  ").join(Text(f"{STAGES[stage][1]} {STAGES[stage][0]}", style=STAGES[stage][2]) for stage in used if stage != "DORMANT")
+    looks = [STAGES[stage] for stage in used if stage != "DORMANT"]
+    legend = Text("  ").join(Text(f"{look.letter} {look.word}", style=look.style) for look in looks)
     return _titled("lives of the seeds", table, legend, *(_stages(seeds, unit) if is_open else []))
 
 
@@ -276,10 +245,10 @@ def _stages(seeds: Iterable[dict[str, Any]], unit: str) -> list[Part]:
     """Return every stage and the last measurements of some seeds in their order, a line each."""
     lines: list[Part] = []
     for seed in seeds:
-        told = [(entry["epoch"], f"{STAGES.get(entry['stage'], ('?',))[0]}: {entry['reason']}") for entry in seed["stages"]]
+        told = [(entry["epoch"], f"{STAGES[entry['stage']].word}: {entry['reason']}") for entry in seed["stages"]]
         for row in seed["contributions"][-3:]:
-            cost = interval(row["gain"], row["gain_low"], row["gain_high"])
-            told.append((row["epoch"], f"costs {cost} if removed, rent {number(row['rent'])}"))
+            cost = with_interval(row["gain"], row["gain_low"], row["gain_high"])
+            told.append((row["epoch"], f"cost of removal {cost}, rent {figure(row['rent'])}"))
         lines.append(Text(f"{seed['number']} {seed['blueprint']} after {seed['slot']}"))
         lines += [Text(f"  {unit} {epoch}: {words}", style="dim") for epoch, words in sorted(told, key=lambda entry: entry[0])]
     return lines
@@ -287,12 +256,12 @@ def _stages(seeds: Iterable[dict[str, Any]], unit: str) -> list[Part]:
 
 def _ledger(seeds: Sequence[dict[str, Any]], width: int) -> list[Part]:
     """Return one line per seed, and below the reason for its state."""
-    table = _table("seed", "slot", "blueprint", "born", "outcome", "costs if removed", "rent", "weights", left=5)
+    table = _table("#", "slot", "blueprint", "born", "outcome", "cost of removal", "rent", "parameters", left=5)
     for seed in seeds:
         last = seed["contributions"][-1] if seed["contributions"] else {}
-        cost = (interval if width >= WIDE else _give_or_take)(last.get("gain"), last.get("gain_low"), last.get("gain_high"))
-        slot = Text(_shortened(seed["slot"], max(width // 6, 10)))
-        cells = (cost, number(seed.get("rent")), f"{seed.get('parameters') or 0:,}")
+        cost = with_interval(last.get("gain"), last.get("gain_low"), last.get("gain_high"), is_short=width < WIDE)
+        slot = Text(shortened(seed["slot"], max(width // 6, 10)))
+        cells = (cost, figure(seed.get("rent")), f"{seed.get('parameters') or 0:,}")
         table.add_row(str(seed["number"]), slot, Text(seed["blueprint"]), str(seed["born"]), seed["outcome"], *cells)
     return _titled("ledger", table, *(Text(f"{seed['number']}: {seed['why']}", style="dim") for seed in seeds if seed["why"]))
 
@@ -309,7 +278,7 @@ def _probe(growth: dict[str, Any], *, is_open: bool) -> list[Part]:
         for value, slot, name in rows if is_open else rows[:FEW]:
             reason = probe["reasons"].get(slot, {}).get(name, "")
             verdict = f"passed over: {reason}" if reason else "grows" if (slot, name) in grown else ""
-            table.add_row(Text(_shortened(slot, 30)), Text(name), number(value), Text(verdict, style="dim"))
+            table.add_row(Text(shortened(slot, 30)), Text(name), figure(value), Text(verdict, style="dim"))
         more = Text(f"and {len(rows) - FEW} more", style="dim") if len(rows) > FEW and not is_open else None
         decision = Text(probe["decision"]) if probe["decision"] else None
         parts += _titled(f"probe after epoch {probe['epoch']}", decision, table, more)
@@ -342,7 +311,7 @@ def _governor(rollbacks: Sequence[dict[str, Any]]) -> list[Part]:
 def _cost(steps: int | None, seconds: float | None) -> str:
     if steps is None:
         return ""
-    return f"{steps:,} {'step' if steps == 1 else 'steps'}" + (f" and {seconds:.1f} s" if seconds else "")
+    return counted(steps, "step") + (f" and {figure(seconds, 1)} s" if seconds else "")
 
 
 def _analysis(page: dict[str, Any], width: int) -> list[Part]:
@@ -367,7 +336,7 @@ def _utility(controller: dict[str, Any], width: int) -> list[Part]:
         table = _table(by, "utility per round", "last round", left=2)
         for line in lines:
             curve = Text(sparkline([value for value in line["values"] if value is not None], max(16, min(width - 70, 60))), style="cyan")
-            table.add_row(Text(line["label"]), curve, interval(line["values"][-1], line["low"][-1], line["high"][-1]))
+            table.add_row(Text(line["label"]), curve, with_interval(line["values"][-1], line["low"][-1], line["high"][-1]))
         parts += _titled(f"utility per round, by {by}", table)
     return parts
 
@@ -375,8 +344,8 @@ def _utility(controller: dict[str, Any], width: int) -> list[Part]:
 def _cells(controller: dict[str, Any]) -> list[Part]:
     table = _table("task and host", "hosts", "utility", "gain", "rent", "grown", "kept", left=1)
     for row in controller["cells"]:
-        means = [number(row["gain"]), number(row["rent"]), f"{row['grown']:.2f}", f"{row['kept']:.2f}"]
-        table.add_row(Text(row["cell"]), str(row["hosts"]), interval(row["utility"], row["low"], row["high"]), *means)
+        means = [figure(row["gain"]), figure(row["rent"]), f"{row['grown']:.2f}", f"{row['kept']:.2f}"]
+        table.add_row(Text(row["cell"]), str(row["hosts"]), with_interval(row["utility"], row["low"], row["high"]), *means)
     return _titled("cells", table)
 
 
@@ -397,8 +366,8 @@ def _hosts(controller: dict[str, Any], width: int, *, is_open: bool) -> list[Par
         ends = (min(both), max(both)) if both else None  # one scale, so that they can be compared
         own, twin = (sparkline(values, 12, ends=ends) for values in curves)
         name = f"{life['env']} {life['task']} {life['host']}"
-        numbers = [number(life[key]) for key in ("utility", "gain", "rent")]
-        row = (Text(_shortened(name, max(width // 4, 18))), life["rent_level"], Text(own, style="cyan"), Text(twin, style="dim"))
+        numbers = [figure(life[key]) for key in ("utility", "gain", "rent")]
+        row = (Text(shortened(name, max(width // 4, 18))), life["rent_level"], Text(own, style="cyan"), Text(twin, style="dim"))
         table.add_row(*row, *numbers, f"{life['kept']}/{life['grown']}")
     parts: list[Part] = [table]
     if len(hosts) > len(shown):
@@ -422,7 +391,7 @@ def _health(lights: Iterable[dict[str, Any]]) -> list[Part]:
     table = _table()
     for light in lights:
         name, advice = Text(light["name"]), Text(light["advice"], style="dim")
-        table.add_row(Text("●", style=LIGHT_STYLES[light["colour"]]), name, number(light["value"]), advice)
+        table.add_row(Text("●", style=LIGHT_STYLES[light["colour"]]), name, figure(light["value"]), advice)
     return _titled("health of the learner", table)
 
 
@@ -431,7 +400,7 @@ def _calibration(calibration: dict[str, Any] | None) -> list[Part]:
         return []
     table = _table("the critic predicts", "achieved", "steps")
     for point in calibration["points"]:
-        table.add_row(number(point["predicted"]), interval(point["achieved"], point["low"], point["high"]), f"{point['steps']:,}")
+        table.add_row(figure(point["predicted"]), with_interval(point["achieved"], point["low"], point["high"]), f"{point['steps']:,}")
     return _titled(f"calibration of the critic, last {calibration['updates']} updates", table)
 
 
@@ -501,12 +470,12 @@ def comparison_view(found: dict[str, Any], curves: Mapping[str, Mapping[str, lis
     if len(found["runs"]) < 2:
         left = f"only {found['runs'][0]['name']} is left" if found["runs"] else "none of these runs exists any more"
         return Text(f"{left}; choose at least two runs")
-    names = {run["id"]: _shortened(run["name"], max(width // 5, 12)) for run in found["runs"]}
+    names = {run["id"]: shortened(run["name"], max(width // 5, 12)) for run in found["runs"]}
     parts: list[Part] = [Text(" and ".join(run["name"] for run in found["runs"]), style="bold")]
     table = _table("run", "kind", "state", "figure", "last", "best", left=4)
     for run in found["runs"]:
         state = Text(run["state"], style=STATE_STYLES[run["state"]])
-        table.add_row(Text(names[run["id"]]), run["kind"], state, run["figure"], number(run["last"]), number(run["best"]))
+        table.add_row(Text(names[run["id"]]), run["kind"], state, run["figure"], figure(run["last"]), figure(run["best"]))
     parts.append(table)
     # All curves of a series have one scale, so that they can be compared like lines in one chart.
     for series, of_runs in curves.items():
@@ -516,8 +485,8 @@ def comparison_view(found: dict[str, Any], curves: Mapping[str, Mapping[str, lis
             finite = [value for value in values if math.isfinite(value)]
             curve = sparkline(finite, max(16, min(width - 45, 80)), ends=(min(known), max(known))) if known else ""
             name = f"twin of {names[id_.removesuffix(TWIN_OF)]}" if id_.endswith(TWIN_OF) else names[id_]
-            table.add_row(Text(name), Text(curve, style="dim" if id_.endswith(TWIN_OF) else "cyan"), number(finite[-1] if finite else None))
-        parts += _titled(f"{series}, {number(min(known))} to {number(max(known))}" if known else series, table)
+            table.add_row(Text(name), Text(curve, style="dim" if id_.endswith(TWIN_OF) else "cyan"), figure(finite[-1] if finite else None))
+        parts += _titled(f"{series}, {figure(min(known))} to {figure(max(known))}" if known else series, table)
     parts += _differences(found["over_seeds"])
     rows = [(setting, *(shown_setting(row[id_]) for id_ in names)) for setting, row in found["settings"].items()]
     heading = ("setting", *names.values())
@@ -533,12 +502,12 @@ def _differences(over_seeds: dict[str, Any] | None) -> list[Part]:
     means = _table(f"mean {over_seeds['figure']}", "95 % interval over seeds", left=2)
     for group in over_seeds["groups"]:
         if group["mean"] is not None:
-            means.add_row(Text(group["name"]), interval(*(group["mean"][name] for name in ("estimate", "low", "high"))))
+            means.add_row(Text(group["name"]), with_interval(*(group["mean"][name] for name in ("estimate", "low", "high"))))
     pairs = _table("difference", "mean over pairs of equal seeds, 95 % interval", "pairs", "", left=2)
     pairs.columns[3].justify = "left"
     for pair in (*over_seeds["twins"], *over_seeds["paired"]):
         ends = [(pair["interval"] or {}).get(name) for name in ("low", "high")]
-        cells = (interval(pair["estimate"], *ends), str(len(pair["seeds"])), pair["verdict"])
+        cells = (with_interval(pair["estimate"], *ends), str(len(pair["seeds"])), pair["verdict"])
         pairs.add_row(Text(f"{pair['ours']} − {pair['theirs']}"), *cells)
     notes = [Text(text, style="yellow") for text in over_seeds["notes"]]
     return _titled(f"differences over seeds: {over_seeds['figure']}", means, pairs, *notes)

@@ -7,7 +7,20 @@ from typing import Any
 
 import msgspec
 
+from esper.rl.events import TRAINING_RETURN
 from esper.runs import Event
+from esper.runs.events import Figure, RunDeclared
+
+DECLARED = RunDeclared(
+    run_kind="controller",
+    figures=[
+        Figure("utility", "round_ended/utility", unit="nats", better="up"),
+        Figure("gain", "round_ended/gain", unit="nats", better="up"),
+        Figure("rent", "round_ended/rent", unit="nats", better="down"),
+        TRAINING_RETURN,
+    ],
+    unit="lives",
+)
 
 
 class BlueprintCount(msgspec.Struct, frozen=True):

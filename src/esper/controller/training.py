@@ -22,6 +22,7 @@ import msgspec
 import torch
 
 from esper.controller.config import ControllerConfig
+from esper.controller.events import DECLARED
 from esper.controller.learned import Learned, load_controller, save_controller
 from esper.controller.lives import Lives
 from esper.controller.policy import SIZES, StepEncoder, make_policy
@@ -131,7 +132,7 @@ GROWTH = Trainer(
     title=lambda config: "controller",
     prepare=lambda config, encoder, group: prepare_controller(config, group),
     changeable=("rounds", "resident", "threads", "checkpoint_every", "keep", "data_dir"),
-    run_kind="controller",
+    declared=DECLARED,
     steps_of_all_ranks=False,
     after_checkpoint=write_controller,
 )

@@ -17,6 +17,7 @@ from esper.dashboard.origin import OwnOriginOnly
 from esper.dashboard.page import ROUTE, ReplayPlayer, answer_with_list, answer_with_replay
 from esper.files import printable
 from esper.runs.opponents import replays_of
+from esper.runs.stages import STAGES, stage_variables
 
 HERE = Path(__file__).parent
 TITLE = "esper"
@@ -30,6 +31,12 @@ WITH_ECHARTS = ui.echart  # naming it is enough: NiceGUI then serves ECharts
 
 class Dashboard(ui.element, component="dashboard.js", esm={"esper-watch": "watch"}):
     """The whole page. It runs in the browser and asks the routes below for data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ui.add_css((HERE / "dashboard.css").read_text(encoding="utf-8"))
+        ui.add_css(f".esper-watch {{ {stage_variables('light')} }} .esper-watch.is-dark {{ {stage_variables('dark')} }}")
+        self._props |= {"words": {name: look.word for name, look in STAGES.items()}}
 
 
 def build_app(watcher: Watcher) -> FastAPI:
@@ -102,7 +109,6 @@ def build_app(watcher: Watcher) -> FastAPI:
         if watched is not None and watcher.run(watched) is not None:
             ReplayPlayer(f"{ROUTE}/{watched}", "This run has no replays yet. The next evaluation of its training records one.")
             return
-        ui.add_css((HERE / "dashboard.css").read_text(encoding="utf-8"))
         Dashboard()
 
     settings: dict[str, Any] = {"dark": None, "tailwind": False, "show_welcome_message": False, "reconnect_timeout": 60.0}

@@ -1,47 +1,12 @@
 // The dashboard: a table of runs, a page for each run by its kind, and a comparison. A page is asked for again as soon as it has come.
 
-import { AXES, HostLives, PALETTE, ReplayList, SeedAnalysis, SeriesChart, SeriesStore, STAGES, format, networkSvg, sparkline, timelineSvg } from "esper-watch";
+import { AXES, HostLives, PALETTE, ReplayList, SeedAnalysis, SeriesChart, SeriesStore, STAGES, figure, networkSvg, percent, points, sparkline, timelineSvg, withInterval } from "esper-watch";
 
 const EVERY_MS = 500;
 const SHORT_MS = 300;
 const COMPARE_MS = 2000;
 const STATES = { running: "running", finished: "finished", stopped: "stopped", dead: "dead", empty: "no events yet" };
 const GONE = "its folder is gone";
-
-// The charts of each kind of run: [title, series]. Series that end in / stand for all that begin so.
-const CHARTS = {
-  growth: [
-    ["loss", ["epoch_ended/train_loss", "epoch_ended/val_loss"]],
-    ["metrics", ["epoch_ended/metrics/"]],
-    ["parameters", ["epoch_ended/parameters"]],
-    ["FLOPs of a forward pass", ["epoch_ended/flops"]],
-    ["learning rate", ["epoch_ended/learning_rate"]],
-  ],
-  ppo: [
-    ["return", ["update/mean_return", "checkpoint_evaluated/mean_return"]],
-    ["episode length", ["update/mean_length"]],
-    ["losses", ["update/policy_loss", "update/value_loss"]],
-    ["entropy by head", ["update/entropy/"]],
-    ["KL divergence", ["update/total_kl", "update/kl/"]],
-    ["explained variance", ["update/explained_variance"]],
-    ["clipped share", ["update/clip_fraction"]],
-    ["gradient norm", ["update/grad_norm"]],
-  ],
-};
-CHARTS.arena = [["win rate", ["round_fought/win_rate/"]], ["ratings of the league", ["league_changed/rating/"]], ["checkpoints: score against the anchor", ["checkpoint_evaluated/mean_return"]], ["parts of the reward", ["round_fought/reward/"]], ...CHARTS.ppo.slice(2)];
-CHARTS.controller = [["gain and rent", ["round_ended/gain", "round_ended/rent"]], ["share of lives decided as advised", ["round_ended/alike"]], ["decisions by kind", ["round_ended/decisions/"]], ["seeds grown and kept", ["round_ended/grown", "round_ended/kept"]], ["parts of the reward", ["round_ended/reward/"]], ...CHARTS.ppo.slice(2)];
-const used = (kind) => [
-  ["cores in use by the training", [`${kind}/resources/cpu_cores`]],
-  ["memory of the training, bytes", [`${kind}/resources/memory_bytes`]],
-  ["GPU memory, bytes", [`${kind}/resources/device_memory_bytes`, `${kind}/resources/device_peak_bytes`, `${kind}/resources/device_total_bytes`]],
-  ["share of the time in which the GPU computes", [`${kind}/resources/device_use`]],
-];
-const SYSTEM = {
-  growth: [["samples per second", ["epoch_ended/samples_per_second"]], ["seconds per step", ["epoch_ended/step_seconds"]], ["wait for data, seconds per epoch", ["epoch_ended/data_wait_seconds"]], ...used("epoch_ended")],
-  ppo: [["samples per second", ["update/steps_per_second"]], ["seconds of an update", ["update/collect_seconds", "update/update_seconds", "update/env_seconds", "update/other_seconds"]], ...used("update")],
-};
-SYSTEM.arena = SYSTEM.ppo;
-SYSTEM.controller = [["lives per second", ["update/steps_per_second"]], ...SYSTEM.ppo.slice(1), ["memory per host, bytes", ["round_ended/memory_per_host"]]];
 
 const template = `
 <div class="esper-watch" :class="isDark ? 'is-dark' : 'is-light'">
@@ -87,9 +52,9 @@ const template = `
           <td><a :href="'#/runs/' + run.id" @click.stop>{{ run.name }}</a></td>
           <td>{{ run.kind }}</td>
           <td><span class="state" :class="'is-' + run.state">{{ states[run.state] }}</span></td>
-          <td data-progress><span v-if="run.progress !== null" class="progress"><i :style="{ width: 100 * run.progress + '%' }"></i></span> <small>{{ run.progress === null ? '' : Math.floor(100 * run.progress) + ' %' }}</small></td>
-          <td class="number" data-last>{{ format(run.last) }}</td>
-          <td class="number wide" data-best :title="run.figure">{{ format(run.best) }} <small>{{ run.figure }}</small></td>
+          <td data-progress><span v-if="run.progress !== null" class="progress"><i :style="{ width: 100 * run.progress + '%' }"></i></span> <small>{{ run.progress === null ? '' : Math.floor(100 * run.progress) + '%' }}</small></td>
+          <td class="number" data-last>{{ figure(run.last) }}</td>
+          <td class="number wide" data-best :title="run.figure">{{ figure(run.best) }} <small>{{ run.figure }}</small></td>
           <td class="wide spark" v-html="sparkline(run.spark)"></td>
           <td class="wide"><small>{{ ago(run.touched) }}</small></td>
           <td class="wide"><button v-for="tag in run.tags" :key="tag" type="button" class="tag" :title="'show runs with ' + tag" @click.stop="filter = tag">{{ tag }}</button></td>
@@ -107,13 +72,14 @@ const template = `
     <template v-else>
       <div class="figures">
         <div class="figure"><small>state</small><b><span class="state" :class="'is-' + page.summary.state">{{ states[page.summary.state] }}</span></b></div>
-        <div class="figure"><small>progress</small><b data-progress>{{ page.summary.progress === null ? '–' : Math.floor(100 * page.summary.progress) + ' %' }}</b></div>
-        <div class="figure"><small>{{ page.summary.figure }}, last</small><b data-last>{{ format(page.summary.last) }}</b></div>
-        <div class="figure"><small>{{ page.summary.figure }}, best</small><b data-best>{{ format(page.summary.best) }}</b></div>
+        <div class="figure"><small>progress</small><b data-progress>{{ page.summary.progress === null ? '–' : Math.floor(100 * page.summary.progress) + '%' }}</b></div>
+        <div class="figure"><small>{{ page.summary.figure }}, last</small><b data-last>{{ figure(page.summary.last) }}</b></div>
+        <div class="figure"><small>{{ page.summary.figure }}, best</small><b data-best>{{ figure(page.summary.best) }}</b></div>
         <template v-if="growth">
-          <div v-if="growth.compared" class="figure"><small>accuracy against the twin</small><b data-twin>{{ points(growth.compared.accuracy_difference) }}</b><small>[{{ points(growth.compared.low) }}, {{ points(growth.compared.high) }}]</small></div>
+          <div v-if="growth.difference !== null" class="figure"><small>validation loss against the twin</small><b data-difference>{{ figure(growth.difference, 4, '+') }}</b></div>
+          <div v-if="growth.compared" class="figure"><small>test accuracy against the twin</small><b data-twin>{{ points(growth.compared.accuracy_difference, growth.compared.low, growth.compared.high) }}</b></div>
           <div class="figure"><small>seeds kept</small><b data-kept>{{ growth.seeds.filter((seed) => seed.outcome === 'kept').length }} of {{ growth.seeds.length }}</b></div>
-          <div class="figure"><small>parameters</small><b data-parameters>{{ format(growth.parameters) }}</b><small>host {{ format(growth.started.parameters) }}</small></div>
+          <div class="figure"><small>parameters</small><b data-parameters>{{ figure(growth.parameters) }}</b><small>host {{ figure(growth.started.parameters) }}</small></div>
         </template>
         <div v-for="tag in page.summary.tags" :key="tag" class="tag">{{ tag }}</div>
       </div>
@@ -126,10 +92,14 @@ const template = `
       <p v-if="page.summary.state === 'empty' && !page.unread" class="empty">It has written no events yet. Its training is about to start; if this stays so, look into the terminal where it was started.</p>
       <p v-else-if="growth && growth.started.note" class="quiet">{{ growth.started.note }}</p>
 
+      <div v-if="growth" class="grid">
+        <series-chart v-for="chart in charts.slice(0, first)" :key="chart.title" :title="chart.title" :lines="chart.lines" :may-be-log="chart.mayBeLog" :store="store" :version="version" :controls="controls" :is-dark="isDark" :marks="chart.marks" />
+      </div>
+
       <section v-if="growth" class="card">
-        <header><h3>network</h3><span class="spacer"></span><span class="legend"><span v-for="(stage, name) in legend" :key="name"><i :style="{ background: stage.color }"></i>{{ stage.word }}</span></span></header>
+        <header><h3>network</h3><span class="spacer"></span><span class="legend"><span v-for="name in legend" :key="name"><i :style="{ background: 'var(--' + name.toLowerCase() + ')' }"></i>{{ stages[name] }}</span></span></header>
         <div class="scroll" @click="clickedNetwork" @keydown.enter="clickedNetwork" v-html="networkSvg(growth.slots, growth.started.parameters)"></div>
-        <p class="quiet">A seed that adds depth is a branch around its slot, as wide as it has weights; one that adds width makes its module taller. Both are filled up to their alpha. Above: what removing it now would cost, with its interval.</p>
+        <p class="quiet">A seed that adds depth is a branch around its slot, one that adds width makes its module taller. Both are filled up to their alpha. Cost of removal: the rise of the validation loss if the seed were switched off now.</p>
       </section>
 
       <section v-if="growth && growth.seeds.length" class="card">
@@ -137,54 +107,53 @@ const template = `
         <div class="scroll" @click="clickedLife" @keydown.enter="clickedLife" v-html="timelineSvg(growth.seeds, Math.max(page.summary.step, 1))"></div>
         <div v-if="seed" class="detail" data-detail>
           <h4>seed {{ seed.number }}: {{ seed.blueprint }} after {{ seed.slot }}, {{ seed.outcome }}</h4>
-          <ol><li v-for="(entry, index) in seed.stages" :key="index"><b>epoch {{ entry.epoch }}: {{ stages[entry.stage]?.word ?? entry.stage }}</b> {{ entry.reason }}</li></ol>
-          <p v-for="(row, index) in seed.contributions.slice(-3)" :key="index" class="quiet">epoch {{ row.epoch }}: costs {{ format(row.gain) }} [{{ format(row.gain_low) }}, {{ format(row.gain_high) }}] if removed; rent {{ format(row.rent) }}</p>
+          <ol><li v-for="(entry, index) in seed.stages" :key="index"><b>epoch {{ entry.epoch }}: {{ stages[entry.stage] ?? entry.stage }}</b> {{ entry.reason }}</li></ol>
+          <p v-for="(row, index) in seed.contributions.slice(-3)" :key="index" class="quiet">epoch {{ row.epoch }}: cost of removal {{ withInterval(row.gain, row.gain_low, row.gain_high) }}, rent {{ figure(row.rent) }}</p>
         </div>
       </section>
 
       <section v-if="page.health && page.health.length" class="card">
         <header><h3>health of the learner</h3></header>
-        <ul class="lights"><li v-for="light in page.health" :key="light.name"><i :class="'is-' + light.colour" :aria-label="light.colour"></i><b>{{ light.name }}</b> <span class="number">{{ format(light.value) }}</span> <small>{{ light.advice }}</small></li></ul>
+        <ul class="lights"><li v-for="light in page.health" :key="light.name"><i :class="'is-' + light.colour" :aria-label="light.colour"></i><b>{{ light.name }}</b> <span class="number">{{ figure(light.value) }}</span> <small>{{ light.advice }}</small></li></ul>
       </section>
 
       <replay-list v-if="page.replays" :key="page.id" :run="page.id" :folder="page.summary.folder" :replays="page.replays" :is-training="page.summary.state === 'running'" :ago="ago" />
 
-      <div class="grid">
+      <component :is="growth ? 'details' : 'div'" :class="growth ? 'card' : ''"><summary v-if="growth">size, learning rate and gain</summary><div class="grid">
         <series-chart v-if="page.controller && utilityLines.length" title="utility per round" :lines="utilityLines" :store="store" :version="version" :controls="controls" :is-dark="isDark" :choices="['rent', 'cell']" :choice="utilityBy" @choose="utilityBy = $event" note="Gain over the twin minus the rent beyond the twin's, mean over hosts, with the 95 % interval over groups of hosts that share a twin. The twin is the same host, decided for as the policy is advised." />
-        <series-chart v-for="chart in charts" :key="chart.title" :title="chart.title" :lines="chart.lines" :store="store" :version="version" :controls="controls" :is-dark="isDark" :marks="chart.marks" />
+        <series-chart v-for="chart in growth ? charts.slice(first) : charts" :key="chart.title" :title="chart.title" :lines="chart.lines" :may-be-log="chart.mayBeLog" :store="store" :version="version" :controls="controls" :is-dark="isDark" :marks="chart.marks" />
         <series-chart v-if="growth && growth.seeds.length" :title="gainBy === 'progress' ? 'gain during training' : 'gain against ' + gainBy" :lines="gainLines" :store="store" :version="version" :controls="controls" :is-dark="isDark" :choices="['parameters', 'FLOPs', 'progress']" :choice="gainBy" @choose="gainBy = $event" :note="gainNote" />
         <series-chart v-if="page.calibration" title="calibration of the critic" :lines="calibrationLines" :store="store" :version="version" :controls="controls" :is-dark="isDark" :note="calibrationNote" />
-      </div>
+      </div></component>
 
       <host-lives v-if="page.controller" :id="page.id" :rounds="page.controller.rounds" />
 
       <section v-if="page.controller && page.controller.cells.length" class="card">
         <header><h3>cells</h3></header>
         <div class="scroll"><table><thead><tr><th>task and host</th><th class="number">hosts</th><th class="number">utility</th><th class="number">gain</th><th class="number">rent</th><th class="number">grown</th><th class="number">kept</th></tr></thead>
-        <tbody><tr v-for="row in page.controller.cells" :key="row.cell" :data-cell="row.cell"><td>{{ row.cell }}</td><td class="number">{{ row.hosts }}</td><td class="number">{{ interval(row.utility, row.low, row.high) }}</td><td class="number">{{ format(row.gain) }}</td><td class="number">{{ format(row.rent) }}</td><td class="number">{{ format(row.grown) }}</td><td class="number">{{ format(row.kept) }}</td></tr></tbody></table></div>
+        <tbody><tr v-for="row in page.controller.cells" :key="row.cell" :data-cell="row.cell"><td>{{ row.cell }}</td><td class="number">{{ row.hosts }}</td><td class="number">{{ withInterval(row.utility, row.low, row.high) }}</td><td class="number">{{ figure(row.gain) }}</td><td class="number">{{ figure(row.rent) }}</td><td class="number">{{ figure(row.grown) }}</td><td class="number">{{ figure(row.kept) }}</td></tr></tbody></table></div>
         <p class="quiet">Means over all hosts of the run so far, in nats; seeds per host.</p>
       </section>
 
       <section v-if="growth && growth.seeds.length" class="card">
         <header><h3>ledger</h3></header>
-        <div class="scroll"><table><thead><tr><th>seed</th><th>slot</th><th>blueprint</th><th>born</th><th>outcome</th><th class="number">weights</th><th class="number">costs if removed</th><th class="number">rent</th><th>reason</th></tr></thead>
-        <tbody><tr v-for="row in growth.seeds" :key="row.number" :data-ledger="row.number"><td>{{ row.number }}</td><td>{{ row.slot }}</td><td>{{ row.blueprint }}</td><td>{{ row.born }}</td><td>{{ row.outcome }}</td><td class="number">{{ format(row.parameters) }}</td>
-          <td class="number">{{ row.contributions.length ? interval(row.contributions.at(-1).gain, row.contributions.at(-1).gain_low, row.contributions.at(-1).gain_high) : '–' }}</td><td class="number">{{ format(row.rent) }}</td><td>{{ row.why }}</td></tr></tbody></table></div>
+        <div class="scroll"><table><thead><tr><th>seed</th><th class="wide">slot</th><th>blueprint</th><th class="wide">born</th><th class="wide">outcome</th><th class="number">parameters</th><th class="number">cost of removal</th><th class="number">rent</th><th class="wide">reason</th></tr></thead>
+        <tbody><tr v-for="row in growth.seeds" :key="row.number" :data-ledger="row.number"><td>{{ row.number }}</td><td class="wide">{{ row.slot }}</td><td>{{ row.blueprint }}</td><td class="wide">{{ row.born }}</td><td class="wide">{{ row.outcome }}</td><td class="number">{{ figure(row.parameters) }}</td>
+          <td class="number">{{ withInterval(row.contributions.at(-1)?.gain, row.contributions.at(-1)?.gain_low, row.contributions.at(-1)?.gain_high) }}</td><td class="number">{{ figure(row.rent) }}</td><td class="wide">{{ row.why }}</td></tr></tbody></table></div>
       </section>
 
-      <section v-if="probe" class="card">
-        <header><h3>probe after epoch {{ probe.epoch }}</h3><span class="spacer"></span>
-          <label v-if="growth.probes.length > 1">epoch <select v-model="probeEpoch" aria-label="probe"><option :value="null">the last</option><option v-for="row in growth.probes" :key="row.epoch" :value="row.epoch">{{ row.epoch }}</option></select></label></header>
+      <details v-if="probe" class="card">
+        <summary>probe after epoch {{ probe.epoch }}</summary><p><label v-if="growth.probes.length > 1">epoch <select v-model="probeEpoch" aria-label="probe"><option :value="null">the last</option><option v-for="row in growth.probes" :key="row.epoch" :value="row.epoch">{{ row.epoch }}</option></select></label></p>
         <p v-if="probe.decision">{{ probe.decision }}</p>
         <div class="scroll tall"><table><thead><tr><th>slot</th><th>blueprint</th><th class="number">fall of the loss per step</th><th>verdict</th></tr></thead>
-        <tbody><tr v-for="row in probed" :key="row.slot + ' ' + row.blueprint" :data-candidate="row.blueprint"><td>{{ row.slot }}</td><td>{{ row.blueprint }}</td><td class="number">{{ format(row.estimate, 3) }}</td><td :class="{ quiet: row.reason }">{{ row.reason ? 'passed over: ' + row.reason : row.isGrown ? 'grows' : '' }}</td></tr></tbody></table></div>
-        <p class="quiet">The estimate is how much the loss would fall per step at first, if the candidate grew.</p>
-      </section>
+        <tbody><tr v-for="row in probed" :key="row.slot + ' ' + row.blueprint" :data-candidate="row.blueprint"><td>{{ row.slot }}</td><td>{{ row.blueprint }}</td><td class="number">{{ figure(row.estimate) }}</td><td :class="{ quiet: row.reason }">{{ row.reason ? 'passed over: ' + row.reason : row.isGrown ? 'grows' : '' }}</td></tr></tbody></table></div>
+        <p class="quiet">Estimated fall of the loss per step, at first, if the candidate grew. The fastest at first need not be worth most at the end, and may not fit; the verdict names the rule that decided.</p>
+      </details>
 
-      <section v-if="growth && growth.decisions.length" class="card">
-        <header><h3>decisions</h3></header>
+      <details v-if="growth && growth.decisions.length" class="card">
+        <summary>decisions</summary>
         <ol class="log"><li v-for="(row, index) in growth.decisions.slice().reverse()" :key="index"><b>epoch {{ row.epoch }}</b> {{ row.text }}</li></ol>
-      </section>
+      </details>
 
       <section v-if="growth && growth.rollbacks.length" class="card">
         <header><h3>governor</h3></header>
@@ -196,8 +165,8 @@ const template = `
 
       <section v-if="page.opponents && page.opponents.length" class="card">
         <header><h3>opponents</h3></header>
-        <div class="scroll"><table><thead><tr><th>player</th><th class="number">won</th><th class="number">drawn</th><th class="number">lost</th><th class="number">win rate, %</th><th class="number">rating</th></tr></thead>
-        <tbody><tr v-for="row in page.opponents" :key="row.name" :data-opponent="row.name"><td>{{ row.name }} <small v-if="row.is_anchor">anchor</small></td><td class="number">{{ row.won }}</td><td class="number">{{ row.drawn }}</td><td class="number">{{ row.lost }}</td><td class="number">{{ row.rate === null ? '–' : percent(row) }}</td><td class="number">{{ row.rating === null ? '–' : row.rating.toFixed(1) + ' ± ' + row.spread.toFixed(1) }}</td></tr></tbody></table></div>
+        <div class="scroll"><table><thead><tr><th>player</th><th class="number">won</th><th class="number">drawn</th><th class="number">lost</th><th class="number">win rate</th><th class="number">rating</th></tr></thead>
+        <tbody><tr v-for="row in page.opponents" :key="row.name" :data-opponent="row.name"><td>{{ row.name }} <small v-if="row.is_anchor">anchor</small></td><td class="number">{{ row.won }}</td><td class="number">{{ row.drawn }}</td><td class="number">{{ row.lost }}</td><td class="number">{{ row.rate === null ? '–' : percent(row.rate, 1) + ' [' + percent(row.low, 1) + ', ' + percent(row.high, 1) + ']' }}</td><td class="number">{{ row.rating === null ? '–' : row.rating.toFixed(1) + ' ± ' + row.spread.toFixed(1) }}</td></tr></tbody></table></div>
         <p class="quiet">Battles of the learner in the last 20 rounds; a draw is half a win, with the 95 % interval over battles. Ratings are of the last change of the league.</p>
       </section>
 
@@ -206,11 +175,12 @@ const template = `
         <ol class="log"><li v-for="(row, index) in page.league.slice().reverse()" :key="index"><b>{{ row.name }}</b> {{ row.is_promoted ? 'entered the league' : 'did not enter' }}: {{ row.reason }}</li></ol>
       </section>
 
-      <h2 v-if="system.length">system</h2>
+      <details v-if="system.length" class="card" :open="!growth"><summary>system</summary>
       <div class="figures" v-if="systemFigures.length"><div v-for="row in systemFigures" :key="row.name" class="figure"><small>{{ row.name }}</small><b :data-system="row.key">{{ row.text }}</b></div></div>
       <div class="grid" data-system-charts>
-        <series-chart v-for="chart in system" :key="chart.title" :title="chart.title" :lines="chart.lines" :store="store" :version="version" :controls="controls" :is-dark="isDark" />
+        <series-chart v-for="chart in system" :key="chart.title" :title="chart.title" :lines="chart.lines" :may-be-log="chart.mayBeLog" :store="store" :version="version" :controls="controls" :is-dark="isDark" />
       </div>
+      </details>
 
       <section v-if="page.problems.length" class="card">
         <header><h3>warnings</h3></header>
@@ -230,7 +200,7 @@ const template = `
     <p v-else-if="!compared" class="empty">{{ problem || 'Reading the runs …' }}</p>
     <template v-else>
       <p v-if="compared.runs.length < route.ids.length" class="warning" role="alert">{{ route.ids.length - compared.runs.length }} of the chosen runs were moved or removed.</p>
-      <div class="figures"><div v-for="run in compared.runs" :key="run.id" class="figure"><small><i class="dot" :style="{ background: palette[compareGroups.findIndex((group) => group.includes(run)) % palette.length] }"></i>{{ nameOf(run) }}</small><b>{{ format(run.best) }}</b><small>{{ run.figure }}, best</small></div></div>
+      <div class="figures"><div v-for="run in compared.runs" :key="run.id" class="figure"><small><i class="dot" :style="{ background: palette[compareGroups.findIndex((group) => group.includes(run)) % palette.length] }"></i>{{ nameOf(run) }}</small><b>{{ figure(run.best) }}</b><small>{{ run.figure }}, best</small></div></div>
       <div class="grid"><series-chart v-for="name in compareNames" :key="name" :title="name" :lines="compareLines(name)" :store="store" :version="version" :controls="controls" :is-dark="isDark" /></div>
       <section v-if="differences.length" class="card" data-differences><header><h3>differences over seeds: {{ compared.over_seeds.figure }}</h3></header>
         <ul class="log"><li v-for="(row, index) in differences" :key="index"><b>{{ row.name }}</b> {{ row.text }}</li></ul>
@@ -247,6 +217,7 @@ const template = `
 
 export default {
   template,
+  props: ["words"], // stage -> its word
   components: { HostLives, ReplayList, SeedAnalysis, SeriesChart },
   data: () => ({
     route: { page: "runs" },
@@ -281,10 +252,11 @@ export default {
     this.axes = AXES;
     this.gone = GONE;
     this.states = STATES;
+    Object.assign(STAGES, this.words);
     this.stages = STAGES;
     this.palette = PALETTE;
-    this.legend = Object.fromEntries(Object.entries(STAGES).filter(([name]) => ["TRAINING", "BLENDING", "HOLDING", "FOSSILIZED", "EMBARGOED"].includes(name)));
-    Object.assign(this, { format, sparkline, networkSvg, timelineSvg });
+    this.legend = ["TRAINING", "BLENDING", "HOLDING", "FOSSILIZED", "EMBARGOED"];
+    Object.assign(this, { figure, networkSvg, percent, points, sparkline, timelineSvg, withInterval });
   },
   mounted() {
     const kept = localStorage.getItem("esper-dark");
@@ -365,23 +337,27 @@ export default {
       return JSON.stringify(this.page.config, null, 2);
     },
     charts() {
-      const marks = (this.growth?.marks ?? []).map((mark) => ({ x: mark.epoch, what: mark.what, text: `${mark.blueprint} ${mark.what} ${mark.slot ? `after ${mark.slot}` : ""}`.trim() }));
-      return this.chartsOf(CHARTS[this.page.summary.kind]).map((chart) => ({ ...chart, marks: chart.title === "loss" || chart.title === "metrics" ? marks : [] }));
+      const marks = (this.growth?.marks ?? []).map((mark) => ({ x: mark.epoch, what: mark.what, stage: mark.stage, text: `${mark.blueprint} ${mark.what} ${mark.slot ? `after ${mark.slot}` : ""}`.trim() }));
+      return this.chartsOf(this.page.charts).map((chart) => ({ ...chart, marks: chart.title === "loss" || chart.title === "metrics" ? marks : [] }));
+    },
+    // How many charts come first on the page of a growth run: the loss and the metrics.
+    first() {
+      return this.charts.filter((chart) => ["loss", "metrics"].includes(chart.title)).length;
     },
     system() {
-      return this.chartsOf(SYSTEM[this.page.summary.kind]);
+      return this.chartsOf(this.page.system);
     },
     // The newest figures of the machine, in units for people.
     systemFigures() {
       const kind = this.growth ? "epoch_ended" : "update";
       const units = [
-        [this.page.controller ? "lives per second" : "samples per second", this.growth ? "samples_per_second" : "steps_per_second", (value) => format(value, 3)],
-        ["step", "step_seconds", (value) => `${format(1000 * value, 3)} ms`],
-        ["wait for data", this.growth ? "data_wait_seconds" : "env_seconds", (value) => `${format(value, 2)} s`],
-        ["cores in use", "resources/cpu_cores", (value) => format(value, 2)],
-        ["memory", "resources/memory_bytes", (value) => `${format(value / 2 ** 20, 3)} MiB`],
-        ["GPU memory", "resources/device_memory_bytes", (value) => `${format(value / 2 ** 20, 3)} MiB`],
-        ["GPU in use", "resources/device_use", (value) => `${Math.round(100 * value)} %`],
+        [this.page.controller ? "lives per second" : "samples per second", this.growth ? "samples_per_second" : "steps_per_second", (value) => figure(value)],
+        ["per step", "step_seconds", (value) => `${figure(1000 * value, 2)} ms`],
+        ["wait for data", this.growth ? "data_wait_seconds" : "env_seconds", (value) => `${figure(value, 2)} s`],
+        ["cores in use", "resources/cpu_cores", (value) => figure(value, 2)],
+        ["memory", "resources/memory_bytes", (value) => `${figure(Math.round(value / 2 ** 20))} MiB`],
+        ["GPU memory", "resources/device_memory_bytes", (value) => `${figure(Math.round(value / 2 ** 20))} MiB`],
+        ["GPU in use", "resources/device_use", (value) => percent(value)],
       ];
       this.version; // the store is not reactive itself
       return units.map(([name, key, words]) => ({ name, key, value: this.store.get({ id: this.page.id }, `${kind}/${key}`)?.values.at(-1), words })).filter((row) => row.value !== undefined && row.value !== null).map((row) => ({ ...row, text: row.words(row.value) }));
@@ -389,8 +365,8 @@ export default {
     differences() {
       const found = this.compared?.over_seeds;
       return [...(found?.paired ?? []), ...(found?.twins ?? [])].map((pair) => {
-        const interval = pair.interval ? `[${format(pair.interval.low)}, ${format(pair.interval.high)}]` : "(one seed gives no interval)";
-        return { name: `${pair.ours} − ${pair.theirs}`, text: `${format(pair.estimate)} ${interval} over ${pair.seeds.length} ${pair.seeds.length === 1 ? "seed" : "seeds"}` };
+        const { low = null, high = null } = pair.interval ?? {};
+        return { name: `${pair.ours} − ${pair.theirs}`, text: `${withInterval(pair.estimate, low, high, { sign: "+" })}${pair.interval ? "" : " (one seed gives no interval)"} over ${pair.seeds.length} ${pair.seeds.length === 1 ? "seed" : "seeds"}` };
       });
     },
     // Runs of one setting, which differ in nothing but their seed, have one colour and are drawn as their mean; otherwise each has its own.
@@ -399,9 +375,7 @@ export default {
       return Object.values(Object.groupBy(this.compared.runs, (run) => JSON.stringify(this.controls.bySeed ? settings.map(([setting, row]) => [setting, row[run.id]]) : run.id)));
     },
     compareNames() {
-      const kinds = [...new Set(this.compared.runs.map((run) => run.kind))];
-      const wanted = ["round_ended/utility", ...(CHARTS[kinds[0]] ?? []).flatMap(([, names]) => names.slice(0, 2))];
-      return this.compared.series.filter((name) => wanted.some((other) => name === other || (other.endsWith("/") && name.startsWith(other)))).slice(0, 8);
+      return this.compared.main;
     },
   },
   methods: {
@@ -518,9 +492,6 @@ export default {
       const [value, unit] = seconds < 120 ? [seconds, "s"] : seconds < 7200 ? [seconds / 60, "min"] : seconds < 172800 ? [seconds / 3600, "h"] : [seconds / 86400, "days"];
       return `${Math.round(value)} ${unit} ago`;
     },
-    points(share) {
-      return `${share >= 0 ? "+" : "−"}${(100 * Math.abs(share)).toFixed(1)} points`;
-    },
     clickedNetwork(event) {
       const slot = event.target.closest("[data-slot]")?.dataset.slot;
       const found = this.growth.seeds.filter((seed) => seed.slot === slot).at(-1);
@@ -531,17 +502,11 @@ export default {
       if (number) this.seedNumber = this.seedNumber === number ? null : number;
     },
     described(problem) {
-      if (problem.words) return `step ${format(problem.step)}: ${problem.words}`;
-      return Object.entries(problem).filter(([name, value]) => !["kind", "time", "step"].includes(name) && value !== "" && value !== null && typeof value !== "object").map(([name, value]) => `${name.replaceAll("_", " ")} ${typeof value === "number" ? format(value) : value}`).join(" · ");
-    },
-    percent(row) {
-      return `${(100 * row.rate).toFixed(1)} [${(100 * row.low).toFixed(1)}, ${(100 * row.high).toFixed(1)}]`;
-    },
-    interval(value, low, high) {
-      return low === null || low === undefined ? format(value) : `${format(value)} [${format(low)}, ${format(high)}]`;
+      if (problem.words) return `step ${figure(problem.step)}: ${problem.words}`;
+      return Object.entries(problem).filter(([name, value]) => !["kind", "time", "step"].includes(name) && value !== "" && value !== null && typeof value !== "object").map(([name, value]) => `${name.replaceAll("_", " ")} ${typeof value === "number" ? figure(value) : value}`).join(" · ");
     },
     costInWords(steps, seconds) {
-      return `${format(steps)} ${steps === 1 ? "step" : "steps"}${seconds ? ` and ${format(seconds, 2)} s` : ""}`;
+      return `${figure(steps)} ${steps === 1 ? "step" : "steps"}${seconds ? ` and ${figure(seconds, 1)} s` : ""}`;
     },
     costOf(row) {
       return row.steps_lost === null || row.steps_lost === undefined ? "" : ` and lost ${this.costInWords(row.steps_lost, row.seconds_lost)}`;
@@ -552,19 +517,16 @@ export default {
       const axes = { ...AXES, step: this.growth ? "epoch" : name.startsWith("round_ended/") ? "fleets that have ended" : this.page.controller ? "lives" : "step", flops: this.growth ? "GFLOPs" : this.page.controller ? "GFLOPs of the hosts" : "GFLOPs of the policy, estimated" };
       return { ...own, axes, siblings: this.page.seeds.map((run) => ({ ...own, run: { id: run.id }, started: run.started, twinStarted: run.twin_started })) };
     },
-    chartsOf(wantedCharts) {
-      return wantedCharts.map(([title, wanted]) => {
-        const names = wanted.flatMap((name) => (name.endsWith("/") ? this.page.series.filter((other) => other.startsWith(name)) : [name])).filter((name) => this.page.series.includes(name));
-        const labels = names.map((name) => label(name, wanted));
-        const lines = names.map((name, index) => this.line(name, labels.indexOf(labels[index]) === labels.lastIndexOf(labels[index]) ? labels[index] : name, PALETTE[index % PALETTE.length]));
+    // The charts of a page, [{title, lines: [[label, series]], may_be_log}], as charts of this page.
+    chartsOf(wanted) {
+      return wanted.map((chart) => {
+        const lines = chart.lines.map(([label, name], index) => this.line(name, label, PALETTE[index % PALETTE.length]));
         // The twin's curves are those of the run, dashed: its validation loss and its metrics.
-        const shared = (title === "loss" ? ["epoch_ended/val_loss"] : title === "metrics" ? names : []).filter((name) => this.page.twin?.includes(name));
-        for (const name of shared) {
-          const same = lines.find((line) => line.name === name);
-          lines.push({ ...same, run: { id: this.page.id, twin: true }, started: this.growth.twin_started, label: `twin: ${same.label}`, color: title === "loss" ? PALETTE[7] : same.color, dashed: true, siblings: same.siblings.map((line) => ({ ...line, run: { ...line.run, twin: true }, started: line.twinStarted })) });
+        for (const same of lines.filter((line) => /^epoch_ended\/(val_loss$|metrics\/)/.test(line.name) && this.page.twin?.includes(line.name))) {
+          lines.push({ ...same, run: { id: this.page.id, twin: true }, started: this.growth.twin_started, label: `${same.label}, twin`, dashed: true, siblings: same.siblings.map((line) => ({ ...line, run: { ...line.run, twin: true }, started: line.twinStarted })) });
         }
-        return { title, lines };
-      }).filter((chart) => chart.lines.length);
+        return { title: chart.title, lines, mayBeLog: chart.may_be_log };
+      });
     },
     // A line for each run or, by seed, for each setting; those of twins are dashed.
     compareLines(name) {
@@ -583,8 +545,3 @@ export default {
     },
   },
 };
-
-function label(name, wanted) {
-  const prefix = wanted.find((other) => other.endsWith("/") && name.startsWith(other));
-  return (prefix ? name.slice(prefix.length) : name.split("/").slice(1).join("/")).replace(/^resources\//, "");
-}

@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,14 @@ from esper.runs.folder import CONFIG, EVENTS, TWIN, RunError
 from esper.runs.health import lights, problems
 from esper.runs.index import chosen_points, without_stamp
 from esper.runs.opponents import opponent_rows, replay_rows, replays_of
+from esper.runs.sections import SYSTEM, Curves, charts_of, series_of
+from esper.runs.stages import STAGES
 
 POINTS = 2000  # of one series, at most
 SEARCH_EVERY_S = 0.4  # for new run folders
 SEARCH_PAUSE = 30  # or, where there are many, this many times as long as searching took
-GROWS = {"GERMINATED": "grows", "FOSSILIZED": "kept", "PRUNED": "pruned"}  # stages that are marked in charts -> their word
+MARKED = ("GERMINATED", "FOSSILIZED", "PRUNED")  # stages that are marked in charts
+MOST_COMPARED = 8  # series that a comparison shows, at most
 
 
 class Watcher:
@@ -155,6 +158,8 @@ class Watcher:
                 "config": config_of(run),
                 "kinds": run.index.kinds,
                 "series": run.index.names(),
+                "charts": _chosen_charts(charts_of(run), run.index.names()),
+                "system": _chosen_charts(SYSTEM.get(run.kind, ()), run.index.names()),
                 "computed": [],
                 "generation": run.index.generation,
                 "unread": run.problem,
@@ -319,9 +324,24 @@ class Watcher:
                     "runs": [{"id": name, **msgspec.to_builtins(run.summary()), **_twin_of(run)} for name, run in runs.items()],
                     "settings": differing_settings({name: config_of(run) for name, run in runs.items()}),
                     "series": [label for label in order if all(label in names for names in shared)],
+                    "main": _main_series(list(runs.values()), shared),
                 }
             )
             return found
+
+
+def _chosen_charts(wanted: Iterable[Curves], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the charts that have at least one of the series `names`: title, (label, series) of each line, and whether it may be log."""
+    found = [(curves, list(series_of(names, curves).items())) for curves in wanted]
+    return [{"title": curves.title, "lines": lines, "may_be_log": curves.may_be_log} for curves, lines in found if lines]
+
+
+def _main_series(runs: Sequence[Run], shared: Sequence[Collection[str]]) -> list[str]:
+    """Return the series that a comparison shows: the first two of each chart of the first run that all runs have."""
+    wanted = (
+        [series for curves in charts_of(runs[0]) for series in list(series_of(runs[0].index.names(), curves).values())[:2]] if runs else []
+    )
+    return [series for series in wanted if all(series in names for names in shared)][:MOST_COMPARED]
 
 
 def name_in_address(folder: Path) -> str:
@@ -345,7 +365,7 @@ def missing_telemetry(run: Run) -> str:
         has_slots = any(name.startswith("epoch_ended/slots/") for name in run.index.names())
         level = "minimal" if started and started[0].get("slots") and not has_slots else None
     details = {
-        "growth": "alpha, contribution, age and weights of the slots, the probe's readings, and candidates that were passed over",
+        "growth": "alpha, cost of removal, age and parameters of the slots, the probe's readings, and candidates that were passed over",
         "ppo": "entropy and KL of the heads, gradient norms, and the calibration of the critic",
     }
     details |= {"arena": details["ppo"], "controller": f"{details['ppo']}, and the lives of the hosts"}
@@ -353,7 +373,7 @@ def missing_telemetry(run: Run) -> str:
         return (
             "Its telemetry is off, so it writes neither curves nor events. Start a run with --telemetry normal, the default, to see them."
         )
-    if level == "minimal":
+    if level == "minimal" and run.kind in details:
         return (
             f"Its telemetry is minimal and leaves out: {details[run.kind]}. Start a run with --telemetry normal, the default, to see them."
         )
@@ -383,13 +403,18 @@ def growth_story(run: Run, twin: Run | None = None) -> dict[str, Any]:
     wider = {(event["slot"], event["blueprint"]) for event in index.events("widened")}
     slots = [{**slot, "kind": "width" if (slot["slot"], slot["blueprint"]) in wider else "depth"} for slot in slots]
     marks = [
-        {"epoch": event["epoch"], "what": GROWS[event["stage"]], "slot": event["slot"], "blueprint": event["blueprint"]}
+        {
+            **{name: event[name] for name in ("epoch", "slot", "blueprint")},
+            "what": STAGES[event["stage"]].word,
+            "stage": event["stage"].lower(),
+        }
         for event in index.events("stage_entered")
-        if event["stage"] in GROWS
+        if event["stage"] in MARKED
     ]
     rollbacks = [without_stamp(event) for event in index.events("rolled_back")]
-    marks += [{"epoch": event["epoch"], "what": "rolled back", "slot": "", "blueprint": ""} for event in rollbacks]
+    marks += [{"epoch": event["epoch"], "what": "rolled back", "stage": "red", "slot": "", "blueprint": ""} for event in rollbacks]
     probes, left_out = index.events("probed"), index.events("passed_over")
+    ended, of_twin = _last(run, "growth_finished"), None if twin is None else _last(twin, "growth_finished")
     return {
         "started": {
             name: started.get(name) for name in ("controller", "raise_mode", "epochs", "parameters", "flops", "device", "optimizer", "note")
@@ -413,7 +438,8 @@ def growth_story(run: Run, twin: Run | None = None) -> dict[str, Any]:
         "tested": _last(run, "final_test"),
         "twin_started": None if twin is None else twin.started(),
         "compared": None if twin is None else _last(twin, "twin_compared"),
-        "finished": _last(run, "growth_finished"),
+        "difference": None if ended is None or of_twin is None else ended["val_loss"] - of_twin["val_loss"],
+        "finished": ended,
     }
 
 

@@ -24,12 +24,12 @@ from esper.experiment.work import Work, make_work
 from esper.files import check_in_run
 from esper.growth.analysis import analyse, seeds_in
 from esper.growth.host.saving import load as load_grown
+from esper.growth.measure.shapley import EXACT_UP_TO, GROUPS, plan_orders
 from esper.growth.run import KIND, MODEL
 from esper.runs import CheckpointStore
 from esper.runs.analysis import Analysis, write_analysis
 from esper.runs.catalog import open_run
 from esper.runs.folder import GROW, RunError, check_holds_a_run
-from esper.shapley import EXACT_UP_TO, GROUPS, plan_orders
 
 Device = Literal["auto", "cpu", "cuda"]
 

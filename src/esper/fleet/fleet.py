@@ -64,7 +64,7 @@ from esper.growth.lifecycle.history import chunk_means
 from esper.growth.lifecycle.lifecycles import Lifecycles
 from esper.growth.lifecycle.stages import Decision, GrowthState, Stage
 from esper.growth.measure.contribution import Losses
-from esper.growth.measure.probe import Promises
+from esper.growth.measure.promises import Promises
 from esper.growth.measure.readout import ReadoutSamples
 from esper.runs import Event
 from esper.tasks import Split, Task

@@ -34,7 +34,7 @@ from esper.growth.lifecycle.lifecycles import Lifecycles
 from esper.growth.lifecycle.snapshots import BestStates, Snapshot, SnapshotHistory
 from esper.growth.lifecycle.stages import Decision, Stage
 from esper.growth.measure.contribution import Losses, contribution_of
-from esper.growth.measure.probe import Key, Promises
+from esper.growth.measure.promises import Key, Promises
 from esper.growth.seeds.seed import WidePlan
 from esper.growth.seeds.width import IN_SHADOW, kept_units, next_order, plan_in, why_not_removed
 

@@ -29,7 +29,8 @@ from esper.growth.host.layout import CPU
 from esper.growth.lifecycle.decisions import slot_states
 from esper.growth.lifecycle.lifecycles import Lifecycles
 from esper.growth.lifecycle.stages import Cost
-from esper.growth.measure.probe import STEPS_ALONG, Key, Promises, clip_scale, evaluated, flops_of_asking, portions, signal_scale
+from esper.growth.measure.probe import STEPS_ALONG, clip_scale, evaluated, flops_of_asking, portions, signal_scale
+from esper.growth.measure.promises import Key, Promises
 from esper.growth.seeds.blueprints import build_branch, cost_of, get_blueprint
 from esper.growth.seeds.width import CANDIDATE
 

@@ -32,13 +32,13 @@ from esper.growth.host.isolation import isolated, unwrap
 from esper.growth.host.layout import Place
 from esper.growth.host.slots import Slot, around
 from esper.growth.host.slotted import Slotted
+from esper.growth.measure.shapley import EXACT_UP_TO, GROUPS, Coalition, OrderPlan, plan_orders, solve
 from esper.growth.metrics import Metric, MetricSums, check_functions
 from esper.growth.run import Grown
 from esper.growth.seeds.blueprints import cost_of, get_blueprint
 from esper.growth.seeds.seed import Seed
 from esper.growth.training_loop import device_of, move, step_loss_of
 from esper.runs.analysis import AnalysedSeed, Analysis, Estimate, Interaction, MeasureResult, write_analysis
-from esper.shapley import EXACT_UP_TO, GROUPS, Coalition, OrderPlan, plan_orders, solve
 
 LOSS = "loss"
 

@@ -90,16 +90,16 @@ class HeuristicConfig(Config):
     longer_training: PositiveFloat = 25.0
     """Seeds are grown if they are estimated to lower the loss at least this many times as fast as longer training of the host would, for
     the same FLOPs. Otherwise longer training is better."""
-    evidence: PositiveFloat = 1.5  # minimum positions in the training data per weight of a new seed
+    evidence: PositiveFloat = 1.5  # minimum positions in the training data per parameter of a new seed
     evidence_of_host: PositiveFloat = 2.4
-    """Minimum positions in the training data per weight of the whole host, times the loss that the host is projected to end with: a host
+    """Minimum positions in the training data per parameter of the whole host, times the loss that the host is projected to end with: a host
     that will end near 0 has little to overfit to. Below this the host lacks data rather than capacity."""
     overshoot: PositiveFloat = 10.0  # with new seeds, the host may need this many times the data by the rule above
     evidence_at_the_end: PositiveFloat = 30.0  # the same for a place with little behind it, where a seed is part of the classifier
     few_steps: NonNegativeInt = 480
     """In a training of fewer steps, `longer_training` and `evidence_of_host` are smaller in proportion: its loss ends high for want of
     steps, which says nothing about the data, and a wide host learns more in each step."""
-    least_share: Fraction = 0.1  # minimum weights of a seed, relative to the host's weights per slot: a small seed would waste its slot
+    least_share: Fraction = 0.1  # minimum parameters of a seed, relative to those of the host per slot: a small seed would waste its slot
     plateau_epochs: PositiveInt = 4  # the fall of the training loss is measured over this many epochs
     plateau_fall: Fraction = 0.05  # a smaller relative fall than this is a plateau
     data_change: PositiveFloat = 1.3  # a training loss this many times higher than before is taken as a change in the data

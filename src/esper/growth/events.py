@@ -11,13 +11,27 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 
 from esper.runs import Event
+from esper.runs.events import Figure, RunDeclared
 
 if TYPE_CHECKING:
-    from esper.growth.lifecycle.stages import Cost
     from esper.intervals import Interval
 
 
-# Name of a member of `lifecycle.stages.Stage`. A line with another one does not fit its kind.
+DECLARED = RunDeclared(
+    run_kind="growth",
+    figures=[
+        Figure("validation loss", "epoch_ended/val_loss", "growth_finished/val_loss", better="down"),
+        Figure("test loss", final="final_test/loss", better="down"),
+        Figure("test accuracy", final="final_test/accuracy", unit="share", better="up"),
+        Figure("parameters", "epoch_ended/parameters", "growth_finished/parameters", better="down"),
+        Figure("FLOPs", "epoch_ended/flops", "growth_finished/flops", better="down"),
+        Figure("GFLOPs spent", "epoch_ended/total_gflops", "growth_finished/total_gflops", better="down"),
+    ],
+    unit="epochs",
+    end="growth_finished",
+)
+
+# Name of a member of `lifecycle.legal_moves.Stage`. A line with another one does not fit its kind.
 StageName = Annotated[str, msgspec.Meta(pattern="^(DORMANT|GERMINATED|TRAINING|BLENDING|HOLDING|FOSSILIZED|PRUNED|EMBARGOED)$")]
 Outcome = Literal["living", "kept", "pruned", "rolled back"]
 Unit = Literal["samples", "groups", "batches"]  # of validation losses that are compared; groups are samples that belong together
@@ -216,12 +230,21 @@ class Shrunk(Event, tag="shrunk"):
 
     @classmethod
     def of(
-        cls, what: str, cost: Cost, gain: Interval, rent: float, *, units: int = 0, number: int | None = None, epoch: int | None = None
+        cls,
+        what: str,
+        gain: Interval,
+        *,
+        parameters: int,
+        flops: int,
+        rent: float,
+        units: int = 0,
+        number: int | None = None,
+        epoch: int | None = None,
     ) -> Shrunk:
         return cls(
             what=what,
-            parameters=cost.parameters,
-            flops=cost.flops,
+            parameters=parameters,
+            flops=flops,
             gain=gain.estimate,
             gain_low=gain.low,
             gain_high=gain.high,

@@ -49,7 +49,7 @@ from esper.growth.arguments import check_alphas, check_fit_together, check_grown
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.controllers.baselines import as_controller
 from esper.growth.events import BestRestored, EpochEnded, Folded
-from esper.growth.host.averages import growing_averages, load_averages
+from esper.growth.host.foreign_averages import growing_averages, load_averages
 from esper.growth.host.isolation import unwrap
 from esper.growth.host.slotted import Slotted
 from esper.growth.host.units import layer_of, part_of
@@ -448,7 +448,7 @@ class Grower:
         """Return the Shapley value of each living seed in `slots` (default: all connected ones). Calls `evaluate` 2^k times for k seeds.
 
         As in `after_epoch`, there is one more call for each slot that is measured for the first time. With more than 8 seeds, orders are
-        sampled (`esper.shapley`). `esper.analyse` also measures fossilized seeds and the interaction of pairs.
+        sampled (`esper.growth.measure.shapley`). `esper.analyse` also measures fossilized seeds and the interaction of pairs.
         """
         names = players(self.lifecycles, slots)
         with self._steps.prober.paused():

@@ -29,7 +29,8 @@ from esper.growth.lifecycle.backend import ModuleBackend
 from esper.growth.lifecycle.lifecycles import Lifecycles
 from esper.growth.lifecycle.recovery import Recovery
 from esper.growth.lifecycle.stages import Stage
-from esper.growth.measure.probe import ProbeRunner, Promises
+from esper.growth.measure.probe import ProbeRunner
+from esper.growth.measure.promises import Promises
 from esper.growth.seeds.learner import MakeOptimizer, innermost, nested
 from esper.growth.seeds.shadow import Closure, Shadow
 from esper.parallel import Group

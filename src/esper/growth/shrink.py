@@ -35,7 +35,7 @@ from esper.growth.seeds.blueprints import widening_cost
 from esper.growth.seeds.folding import set_data, sizes_of
 from esper.growth.seeds.optimizer_state import States
 from esper.statistics import Interval
-from esper.text_table import aligned, figure
+from esper.text_table import aligned, figure, with_interval
 
 HEADING = ("layer", "units", "costs", "saves")
 
@@ -56,7 +56,7 @@ class Removed(Displayed):
     def _rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = []
         for event in self.events:
-            cost = f"{figure(event.gain)} [{figure(event.gain_low)}, {figure(event.gain_high)}]"
+            cost = with_interval(event.gain, event.gain_low, event.gain_high)
             rows.append((event.what, str(event.units), cost, figure(event.rent)))
         return rows
 
@@ -101,7 +101,7 @@ def shrink(
             continue
         _remove(host, units, group, states)
         now = _less(now, cost)
-        events.append(Shrunk.of(units.name, cost, gain, saved, units=len(group)))
+        events.append(Shrunk.of(units.name, gain, parameters=cost.parameters, flops=cost.flops, rent=saved, units=len(group)))
         if on_event is not None:
             on_event(events[-1])
     states.warn()

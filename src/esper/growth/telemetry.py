@@ -36,7 +36,7 @@ from esper.text_table import did_you_mean
 _KINDS = tuple(
     kind.__struct_config__.tag
     for kind in vars(growth_events).values()
-    if isinstance(kind, type) and issubclass(kind, Event) and kind is not Event
+    if isinstance(kind, type) and issubclass(kind, Event) and kind.__module__ == growth_events.__name__
 )
 _METHODS = tuple(f"on_{kind}" for kind in _KINDS)
 

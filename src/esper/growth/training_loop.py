@@ -15,6 +15,7 @@ from itertools import islice
 from operator import length_hint
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -49,7 +50,7 @@ from esper.growth.batches import (
     validation_loss,
 )
 from esper.growth.config import GrowthError, TrainingConfig
-from esper.growth.events import GrowthStarted
+from esper.growth.events import DECLARED, GrowthStarted
 from esper.growth.grower import Grower
 from esper.growth.host.isolation import evaluated, isolated
 from esper.growth.host.slotted import add_slots
@@ -215,6 +216,8 @@ class Training:
             # A resumed run has the validation loss before any training in its checkpoint.
             self._loss_before = before.mean if run is None else run.restore(grower, self.train_loader, before.mean)
             had_finished = run is not None and run.is_resumed and self._is_over(grower)  # there is nothing left to train
+            if self._run is not None:
+                self._run.emit(msgspec.structs.replace(DECLARED, total=self.epochs))
             self._emit(self._started(grower, before))
             status = self._train(grower, may_interrupt=may_interrupt)
         except Diverged as error:

@@ -7,8 +7,12 @@ from typing import Annotated, Any
 
 import msgspec
 
+from esper.rl.events import TRAINING_RETURN
 from esper.runs import Event
-from esper.runs.events import battle_numbers
+from esper.runs.events import Figure, RunDeclared, battle_numbers
+
+WIN_RATE = Figure("win rate", "checkpoint_evaluated/mean_return", "evaluated/mean_return", unit="share", better="up")
+DECLARED = RunDeclared(run_kind="arena", figures=[WIN_RATE, TRAINING_RETURN])
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 

@@ -27,6 +27,7 @@ from esper.config import load_saved
 from esper.devices import determinism, find_device, threads
 from esper.files import check_in_run, remove
 from esper.league.config import ArenaTrainConfig
+from esper.league.events import DECLARED
 from esper.league.league import League
 from esper.league.matches import MatchArena, MatchResult, seed_of_unseen_maps
 from esper.league.network import make_parts, make_player
@@ -176,7 +177,7 @@ ARENA = Trainer(
     changeable=("total_steps", "minutes", "threads", "checkpoint_every", "keep", "eval_battles", "eval_replays"),
     is_evaluated=lambda config: config.eval_battles > 0,
     make_evaluator=BotEvaluator,
-    run_kind="arena",
+    declared=DECLARED,
     after_checkpoint=write_league,
 )
 _ARENA_RESUMED = dataclasses.replace(ARENA, prepare=lambda config, encoder, group: prepare_arena(config, group, begins=False))

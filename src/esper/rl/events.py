@@ -9,7 +9,18 @@ from typing import Any
 from esper.rl.config import ThresholdsConfig
 from esper.runs import Event
 from esper.runs.anomalies import Anomaly, Degradation, InputDrift, MemoryGrowth, Monitor, Standstill, Threshold, Vanished
+from esper.runs.events import Figure, RunDeclared, RunEnded as RunEnded
 from esper.runs.telemetry import Internals
+
+TRAINING_RETURN = Figure("return in training", "update/mean_return", better="up")
+DECLARED = RunDeclared(
+    run_kind="ppo",
+    figures=[
+        Figure("evaluated return", "checkpoint_evaluated/mean_return", "evaluated/mean_return", better="up"),
+        TRAINING_RETURN,
+        Figure("episode length", "update/mean_length", unit="steps"),
+    ],
+)
 
 
 class Update(Event, tag="update"):
@@ -201,14 +212,6 @@ class RunStarted(Event, tag="run_started"):
     parameters: int
     seconds: float | None = None  # of training, after which it ends if they are over before the steps
     seconds_taken: float = 0.0  # of training before this session
-
-
-class RunEnded(Event, tag="run_ended"):
-    """The process has ended the training, or stopped it for now. A run that was killed has no such event."""
-
-    step: int
-    status: str  # "finished" or "stopped"
-    seconds: float  # of the training, over all sessions
 
 
 class CheckpointEvaluated(Event, tag="checkpoint_evaluated"):

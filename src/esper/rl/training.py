@@ -38,7 +38,7 @@ from esper.profiling import TELEMETRY, Profiler
 from esper.rl.checkpoints import open_store
 from esper.rl.collector import RECENT_EPISODES
 from esper.rl.evaluate import EvaluationStopped, PolicyEvaluation
-from esper.rl.events import OF_ALL_RANKS, Update
+from esper.rl.events import DECLARED, OF_ALL_RANKS, Update
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO, Callback, TrainingStopped
 from esper.rl.run_config import ShownConfig, TrainConfig
@@ -58,7 +58,8 @@ from esper.runs import (
     sinks_in,
 )
 from esper.runs.cards import write_card
-from esper.runs.folder import CONFIG, EVENTS, Kind as RunKind, RunError, check_holds_a_run, check_is_free, chosen_folder, locked
+from esper.runs.events import RunDeclared
+from esper.runs.folder import CONFIG, EVENTS, RunError, check_holds_a_run, check_is_free, chosen_folder, locked
 from esper.runs.telemetry import Level
 from esper.statistics import student_interval
 from esper.text_table import duration
@@ -121,7 +122,7 @@ class Trainer(Generic[AnyConfig]):
     make_evaluator: Callable[[AnyConfig, Path], Evaluator] | None = None  # scores policies of a run folder; needed where `is_evaluated`
     # Share of the environments' steps that evaluations at checkpoints may take.
     eval_share: Callable[[AnyConfig], float] = lambda config: 1.0
-    run_kind: RunKind = "ppo"  # kind of its run folder
+    declared: RunDeclared = DECLARED  # kind and figures of its runs
     steps_of_all_ranks: bool = True  # whether total_steps counts the steps of all ranks, or those of each
     after_checkpoint: Callable[[Path, AnyConfig, int, dict[str, Any]], None] | None = None  # writes further files of a checkpoint
 
@@ -275,7 +276,7 @@ def _with_card(result: RunResult, group: Group) -> RunResult:
 
 def _resumed_config(folder: Path, wanted: RunConfig | None, trainer: Trainer[Any]) -> Any:
     """Return the wanted config, or the saved one if none is given. Raise RunError if a resumed run must not change to it."""
-    check_holds_a_run(folder, trainer.run_kind)
+    check_holds_a_run(folder, trainer.declared.run_kind)
     saved = load_saved(trainer.config, folder / CONFIG)
     check_changes(saved, wanted or saved, trainer.changeable)
     return wanted or saved
@@ -527,6 +528,7 @@ class _Session:
         """Emit the start of the session. Return the number of steps after which training ends."""
         ppo, group = self.ppo, self.options.group
         total_steps = self.options.trainer.total_steps(self.config, group)
+        self.emit(msgspec.structs.replace(self.options.trainer.declared, total=total_steps))
         self.emit(
             RunStarted(
                 step=ppo.step,

@@ -30,12 +30,11 @@ from esper.runs.catalog import Run
 from esper.runs.events import event_type_of
 from esper.runs.folder import RunError
 from esper.runs.index import EventIndex
-from esper.runs.page import note, section, table
-from esper.text_table import figure, without_numbers
+from esper.runs.page import folded, note, section, table
+from esper.text_table import NONE, figure, with_interval, without_numbers
 
 ANALYSIS = "analysis.json"
 VERSION = 1  # of analysis.json
-NONE = "–"
 
 
 # Blueprints, from events
@@ -213,8 +212,7 @@ class Estimate(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         if self.estimate is None:
             return "not finite"
-        middle = signed(self.estimate)
-        return middle if self.low is None or self.high is None else f"{middle} ±{figure((self.high - self.low) / 2)}"
+        return with_interval(self.estimate, self.low, self.high, sign="+", is_short=True)
 
 
 class AnalysedSeed(msgspec.Struct, frozen=True):
@@ -304,30 +302,21 @@ def read_analysis(folder: Path | str) -> Analysis | None:
 
 BLUEPRINT_HEADING = (
     "blueprint", "tried", "kept", "pruned", "rolled back", "refused", "cost of removal", "cells", "parameters", "FLOPs",
-    "per 1,000",
+    "cost per 1,000 parameters",
 )  # fmt: skip
-SEED_HEADING = ("seed", "blueprint", "outcome", "Shapley value", "if removed now", "alone", "parameters", "per 1,000")
+SEED_HEADING = ("seed", "blueprint", "outcome", "Shapley value", "cost of removal", "alone", "parameters", "value per 1,000 parameters")
 
 ABOUT_BLUEPRINTS = (
-    "Cost of removal: increase of the validation loss if the seed were removed, as measured last; mean over cells with its 95 % interval. "
+    "Cost of removal: rise of the validation loss if the seed were removed, as measured last; mean over cells with its 95 % interval. "
     "A cell is a run, or a task and host of a controller's training. Refused: actions that a gate refused. Parameters and FLOPs are means "
-    "of one seed; the last column is the cost of removal per 1,000 parameters."
+    "of one seed."
 )
 ABOUT_SHAPLEY = (
     "The Shapley value of a seed is its mean gain over all orders in which the seeds could be added; the values sum to the gain of all "
-    "seeds. The last column is the value per 1,000 parameters. Intervals are over validation batches. For a metric, gain means its "
+    "seeds. Intervals are over validation batches. For a metric, gain means its "
     "increase."
 )
-ABOUT_PAIRS = "Interaction of two seeds: + if they help each other, − if they do the same work. A star marks intervals without 0."
-
-
-def signed(value: float) -> str:
-    """Return a number with its sign.
-
-    >>> signed(0.25), signed(-0.25)
-    ('+0.2500', '−0.2500')
-    """
-    return figure(value, sign="+").replace("-", "−")
+ABOUT_PAIRS = "Interaction of two seeds: + if they help each other, - if they do the same work. A star marks intervals without 0."
 
 
 def blueprint_cells(rows: Iterable[BlueprintRow]) -> list[tuple[str, ...]]:
@@ -340,11 +329,11 @@ def blueprint_cells(rows: Iterable[BlueprintRow]) -> list[tuple[str, ...]]:
             f"{row.pruned:,}",
             f"{row.rolled_back:,}",
             f"{sum(row.refused.values()):,}",
-            NONE if row.gain is None else str(Estimate(row.gain, row.gain_low, row.gain_high)),
+            with_interval(row.gain, row.gain_low, row.gain_high, is_short=True),
             f"{row.cells:,}",
             NONE if row.parameters is None else f"{row.parameters:,.0f}",
             NONE if row.flops is None else f"{row.flops:,.0f}",
-            NONE if row.gain_per_thousand is None else signed(row.gain_per_thousand),
+            figure(row.gain_per_thousand),
         )
         for row in rows
     ]
@@ -366,8 +355,10 @@ def seed_rows(found: Analysis, measure: MeasureResult) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = []
     for seed in found.seeds:
         value = measure.shapley[seed.name]
-        per_thousand = NONE if value.estimate is None or not seed.parameters else signed(1000 * value.estimate / seed.parameters)
-        gains = (str(of_seed[seed.name]) for of_seed in (measure.shapley, measure.removal, measure.alone))
+        per_thousand = NONE if value.estimate is None or not seed.parameters else figure(1000 * value.estimate / seed.parameters, sign="+")
+        removal = measure.removal[seed.name]
+        cost = with_interval(removal.estimate, removal.low, removal.high, is_short=True)
+        gains = (str(value), cost, str(measure.alone[seed.name]))
         lines.append((seed.name, seed.blueprint, seed.outcome, *gains, f"{seed.parameters:,}", per_thousand))
     return lines
 
@@ -378,7 +369,7 @@ def pair_matrix(found: Analysis, measure: MeasureResult) -> list[tuple[str, ...]
     for pair in measure.pairs:
         value = pair.value
         is_sure = value.low is not None and value.high is not None and (value.low > 0 or value.high < 0)
-        text = "not finite" if value.estimate is None else signed(value.estimate) + ("*" if is_sure else "")
+        text = "not finite" if value.estimate is None else figure(value.estimate, sign="+") + ("*" if is_sure else "")
         texts[pair.first, pair.second] = texts[pair.second, pair.first] = text
     return [(one.name, *(texts.get((one.name, other.name), "") for other in found.seeds)) for one in found.seeds]
 
@@ -397,9 +388,9 @@ def how_measured(found: Analysis) -> str:
     return f"Measured{when} on {found.samples:,} samples in {found.batches:,} validation batches, with {how}. Intervals {units}."
 
 
-def sections_about_seeds(run: Run) -> list[str]:
+def sections_about_seeds(run: Run, *, is_folded: bool = False) -> list[str]:
     """Return the sections of a report about blueprints and, if `esper analyse` was run, about the Shapley values of the seeds."""
-    sections = [blueprint_section(blueprint_rows([run]))]
+    sections = [blueprint_section(blueprint_rows([run]), is_folded=is_folded)]
     try:
         found = read_analysis(run.folder)
     except RunError as error:
@@ -407,14 +398,14 @@ def sections_about_seeds(run: Run) -> list[str]:
     return list(filter(None, [*sections, analysis_section(found) if found is not None else ""]))
 
 
-def blueprint_section(rows: Sequence[BlueprintRow]) -> str:
+def blueprint_section(rows: Sequence[BlueprintRow], *, is_folded: bool = False) -> str:
     """Return the section of a page about blueprints; nothing if none was tried."""
     if not rows:
         return ""
     parts = [table(BLUEPRINT_HEADING, blueprint_cells(rows), numbers=range(1, len(BLUEPRINT_HEADING))), note(ABOUT_BLUEPRINTS)]
     if lines := reason_cells(rows):
         parts.append(table(("blueprint", "what", "times", "why"), lines, numbers=(2,)))
-    return section("Blueprints", *parts)
+    return (folded if is_folded else section)("Blueprints", *parts)
 
 
 def analysis_section(found: Analysis) -> str:
@@ -466,4 +457,4 @@ def shapley_drawing(found: Analysis, measure: MeasureResult) -> str:
 def _from_to(measure: MeasureResult) -> str:
     if measure.without is None or measure.with_all is None or measure.gain is None:
         return "not finite"
-    return f"{figure(measure.without)} → {figure(measure.with_all)}, gain {signed(measure.gain)}"
+    return f"{figure(measure.without)} → {figure(measure.with_all)}, gain {figure(measure.gain, sign='+')}"

@@ -21,12 +21,12 @@ from esper.display import Card
 from esper.files import FileError, open_file, open_in_run, printable, write_file, write_in_run
 from esper.runs.analysis import ledger_of
 from esper.runs.catalog import Run, open_run, settings_of
-from esper.runs.folder import CONFIG, EVENTS, GROW, TWIN, Kind, has_twin
-from esper.text_table import duration, figure
+from esper.runs.folder import CONFIG, EVENTS, GROW, TWIN, RunError, has_twin, name_of
+from esper.text_table import duration, figure, points
 
 MARK = "<!-- model card written by esper -->"
 # Kind of run -> the name of its card without suffix, and the file that it is about, if there is one.
-CARDS: dict[Kind, tuple[str, str | None]] = {
+CARDS: dict[str, tuple[str, str | None]] = {
     "growth": ("model", "model.safetensors"),
     "controller": ("controller", "controller.safetensors"),
     "arena": ("player", None),
@@ -43,6 +43,8 @@ def write_card(folder: Path | str) -> Path | None:
     run = open_run(folder)
     with contextlib.suppress(OSError):
         run.leave_summary()
+    if run.kind not in CARDS:
+        raise RunError(f"{folder} is {name_of(run.kind)}, which has no card; write its report with: esper report {folder}")
     path = folder / f"{CARDS[run.kind][0]}.md"
     if _is_of_user(path):
         return None
@@ -188,9 +190,8 @@ def _growth(run: Run) -> Described:
         if ends and finished:
             figures.append(("validation loss against the twin", figure(finished[0]["val_loss"] - ends[0]["val_loss"], sign="+")))
         if compared:
-            low, high = (100 * compared[0][end] for end in ("low", "high"))
-            value = f"{100 * compared[0]['accuracy_difference']:+.2f} points, 95 % interval over {compared[0]['samples']:,} samples"
-            figures.append(("test accuracy against the twin", f"{value} [{low:+.2f}, {high:+.2f}]"))
+            difference = points(*(compared[0][name] for name in ("accuracy_difference", "low", "high")))
+            figures.append(("test accuracy against the twin", f"{difference}, 95 % interval over {compared[0]['samples']:,} samples"))
     elif not is_twin:
         limits = f"There is no twin, so it is unknown how much of this is due to growth. {limits}"
     if finished:

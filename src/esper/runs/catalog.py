@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,8 +43,8 @@ from esper.files import (
     write_in_run,
 )
 from esper.jit import no_garbage_collection
-from esper.runs.events import EventError
-from esper.runs.folder import CONFIG, EVENTS, GROW, TWIN, Kind, RunError, State, has_twin, kind_of, locked
+from esper.runs.events import EventError, Figure, RunDeclared, kind_of as event_kind, library_declaration
+from esper.runs.folder import CONFIG, EVENTS, GROW, TWIN, UNKNOWN, RunError, State, has_twin, kind_of, locked
 from esper.runs.foreign import clean, clean_values
 from esper.runs.index import EventIndex, Series, thinned
 
@@ -52,45 +53,9 @@ SUMMARY = "summary.json"
 DEAD_AFTER_S = 30.0
 ENDED: tuple[State, ...] = ("finished", "stopped")
 SPARK = 40  # points of the small curve in a table
-
-
-class Figure(msgspec.Struct, frozen=True):
-    """A number that runs of a kind have, and end with."""
-
-    name: str  # for people
-    curve: str = ""  # series of the number during the training
-    at_end: str = ""  # series of the number that is written once, when the run ends
-    is_better_low: bool = False
-    short: str = ""  # name in the table of runs, if runs are judged by this number
-
-
-# Figures of each kind of run. Runs are compared by the first figure that they have, unless another one is named, and judged in tables by
-# the first one that has a short name and a value.
-FIGURES: dict[Kind, tuple[Figure, ...]] = {
-    "growth": (
-        Figure("validation loss", "epoch_ended/val_loss", "growth_finished/val_loss", is_better_low=True, short="validation loss"),
-        Figure("test loss", "", "final_test/loss", is_better_low=True),
-        Figure("test accuracy", "", "final_test/accuracy"),
-        Figure("parameters", "epoch_ended/parameters", "growth_finished/parameters", is_better_low=True),
-        Figure("FLOPs", "epoch_ended/flops", "growth_finished/flops", is_better_low=True),
-        Figure("GFLOPs spent", "epoch_ended/total_gflops", "growth_finished/total_gflops", is_better_low=True),
-    ),
-    "ppo": (
-        Figure("evaluated return", "checkpoint_evaluated/mean_return", "evaluated/mean_return", short="return"),
-        Figure("return in training", "update/mean_return", short="return"),
-        Figure("episode length", "update/mean_length"),
-    ),
-    "arena": (
-        Figure("win rate", "checkpoint_evaluated/mean_return", "evaluated/mean_return", short="win rate"),
-        Figure("return in training", "update/mean_return", short="return"),
-    ),
-    "controller": (
-        Figure("utility", "round_ended/utility", short="utility"),
-        Figure("gain", "round_ended/gain"),
-        Figure("rent", "round_ended/rent", is_better_low=True),
-        Figure("return in training", "update/mean_return", short="return"),
-    ),
-}
+MOST_FIGURES = 20  # of a run that declares none
+# Series that say nothing about the training of a run, and those of single ranks and environments.
+_NOT_OWN = re.compile(r"(header|resumed|run_ended|sink_dropped|anomaly|rank\d+|env\d+)/")
 
 
 class Labels(msgspec.Struct, forbid_unknown_fields=True):
@@ -105,7 +70,7 @@ class Summary(msgspec.Struct, frozen=True):
 
     name: str
     folder: str
-    kind: Kind
+    kind: str
     state: State
     progress: float | None  # share of the training that is done; None if unknown
     step: int
@@ -113,7 +78,7 @@ class Summary(msgspec.Struct, frozen=True):
     touched: float  # unix seconds; when its process last gave a sign of life
     figure: str  # name of the number that it is judged by
     last: float | None
-    best: float | None
+    best: float | None  # None also if the number is neither better high nor low
     spark: list[float]
     tags: list[str]
     note: str
@@ -129,7 +94,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
 class Run:
     """One run folder, read as far as its process has written."""
 
-    def __init__(self, folder: Path, kind: Kind, *, cache: Path | None = None) -> None:
+    def __init__(self, folder: Path, kind: str, *, cache: Path | None = None) -> None:
         self.folder, self.kind = folder, kind
         self.index = EventIndex(folder / EVENTS, cache=cache)
         self.twin: Run | None = None  # of a growth run, once it has one
@@ -137,6 +102,7 @@ class Run:
         self.kept: Kept | None = None
         self._cache = cache
         self._has_twin_to_come: bool | None = None  # by its settings; None: not read yet
+        self._declared: tuple[tuple[int, int], RunDeclared] | None = None  # how far the log was read, and the declaration
 
     @property
     def name(self) -> str:
@@ -153,6 +119,8 @@ class Run:
             count, self.problem = self.index.refresh(on_progress), ""
         except EventError as error:
             count, self.problem = 0, str(error) if os.path.lexists(self.folder / EVENTS) else ""
+        if count:
+            self.kind = self.declared().run_kind or UNKNOWN  # it may not have been declared before
         return count
 
     def config(self) -> dict[str, Any]:
@@ -179,23 +147,39 @@ class Run:
         except RunError:
             return Labels()
 
+    def own_series(self) -> list[str]:
+        """Return the names of all series of the run as a whole that its own events tell."""
+        return [name for name in self.index.names() if not _NOT_OWN.match(name)]
+
+    def declared(self) -> RunDeclared:
+        """Return the declaration of the run. A log without one has that of its library, or else every series as a figure."""
+        mark = self.index.generation, self.index.offset
+        if self._declared is None or self._declared[0] != mark:
+            found = self.index.events(event_kind(RunDeclared), start=-1)
+            self._declared = mark, msgspec.convert(found[0], RunDeclared) if found else self._undeclared()
+        return self._declared[1]
+
+    def _undeclared(self) -> RunDeclared:
+        known = library_declaration(self.kind)
+        if known is None:
+            return RunDeclared(run_kind=self.kind, figures=[Figure(name, name) for name in self.own_series()[:MOST_FIGURES]])
+        began = self.index.events("growth_started" if self.kind == "growth" else "run_started", start=-1)
+        return msgspec.structs.replace(known, total=began[0].get("epochs", began[0].get("total_steps")) if began else None)
+
     def figure(self) -> tuple[Figure, Series]:
         """Return the number that the run is judged by, and its series."""
-        choices = [(figure, self.index.series(figure.curve)) for figure in FIGURES[self.kind] if figure.short]
-        return next((choice for choice in choices if len(choice[1].values)), choices[0])
+        choices = [figure for figure in self.declared().figures if figure.series] or [Figure("")]
+        chosen = next((figure for figure in choices if len(self.index.series(figure.series).values)), choices[0])
+        return chosen, self.index.series(chosen.series)
 
     def step(self) -> int:
-        """Return how far the training is: finished epochs of a growth run, steps of the environment of others."""
-        if self.kind == "growth":
-            return len(self.index.series("epoch_ended/val_loss").values)
-        steps = self.index.series("update/gradient_steps").steps
-        return int(steps[-1]) if len(steps) else 0
+        """Return how far the training is: the latest step of its figures."""
+        kinds = {figure.series.partition("/")[0] for figure in self.declared().figures if figure.series}
+        return max(map(self.index.last_step, kinds), default=0)
 
     def progress(self) -> float | None:
         """Return the share of the training that is done; None if its length is unknown."""
-        kind, length = ("growth_started", "epochs") if self.kind == "growth" else ("run_started", "total_steps")
-        began = self.index.events(kind)
-        whole = began[-1][length] if began else None
+        whole = self.declared().total
         if not whole:
             return None
         share: float = min(self.step() / whole, 1.0)
@@ -207,10 +191,9 @@ class Run:
         """Return whether the run lives, has ended, or was killed. A growth run lives until its twin has ended too."""
         if not len(self.index):
             return "empty"
-        starts, ends = ("growth_started", "growth_finished") if self.kind == "growth" else ("run_started", "run_ended")
-        started, ended = self.index.events(starts)[-1:], self.index.events(ends)[-1:]
+        resumed, ended = self.index.events("resumed", start=-1), self.index.events(self.declared().end, start=-1)
         # An end counts unless the run was resumed after it.
-        if ended and (not started or ended[0]["time"] >= started[0]["time"]):
+        if ended and (not resumed or ended[0]["time"] >= resumed[0]["time"]):
             if ended[0].get("why", ended[0].get("status")) == "stopped":
                 return "stopped"
             if self.twin is not None and len(self.twin.index):
@@ -276,7 +259,7 @@ class Run:
         figure, series = self.figure()
         labels = self.shown_labels()
         values = series.values
-        best = float(values.min() if figure.is_better_low else values.max()) if len(values) else None
+        best = float(values.min() if figure.better == "down" else values.max()) if len(values) and figure.better else None
         return Summary(
             name=self.name,
             folder=str(self.folder),
@@ -286,7 +269,7 @@ class Run:
             step=self.step(),
             started=self.started(),
             touched=self.touched(),
-            figure=figure.short,
+            figure=figure.name,
             last=float(values[-1]) if len(values) else None,
             best=best,
             spark=[float(value) for value in thinned(series, SPARK).values],
@@ -342,7 +325,7 @@ def find_runs(root: Path | str, *, cache: Path | None = None, known: Mapping[Pat
         run, before = known.get(folder), kept.get(os.fsdecode(folder))
         if run is None and before is not None:
             run = Run(folder, before.summary.kind, cache=cache)
-            # Settings decide the kind, and may have been replaced.
+            # The settings may have been replaced by those of another run.
             run.kept = before if stamp_of(folder)[:2] == before.stamp[:2] else None
         if run is None and (left := left_summary(folder)) is not None:
             run = Run(folder, left.summary.kind, cache=cache)

@@ -14,15 +14,16 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from esper.files import user_cache
 from esper.intervals import Interval, student_interval
-from esper.runs.catalog import FIGURES, Figure, Run, at_steps, differing_settings, find_runs, open_run, settings_of
-from esper.runs.folder import EVENTS, GROW, TWIN, Kind, RunError, State, kind_of
+from esper.runs.catalog import Run, at_steps, differing_settings, find_runs, open_run, settings_of
+from esper.runs.events import Figure
+from esper.runs.folder import EVENTS, GROW, TWIN, RunError, State, kind_of
 from esper.runs.foreign import clean
 from esper.runs.index import Series
 from esper.runs.seeds import SEED_FOLDER
@@ -39,13 +40,14 @@ class ComparedRun(msgspec.Struct, frozen=True):
 
     name: str  # as short as it can be among the runs
     folder: Path
-    kind: Kind
+    kind: str
     state: State
     seed: int | None
     value: float | None  # of the figure that is compared
     figures: dict[str, float]  # final figures by name
     curve: Series  # of the figure that is compared
     twin_value: float | None = None  # of the twin of a growth run
+    unit: str = "steps"  # what its steps count
 
 
 class RunGroup(msgspec.Struct, frozen=True):
@@ -74,13 +76,15 @@ class PairedDifference(msgspec.Struct, frozen=True):
     estimate: float
     interval: Interval | None  # 95 %, over seeds; None for one pair
 
-    def verdict(self, *, is_better_low: bool) -> str:
+    def verdict(self, *, better: Literal["up", "down", ""]) -> str:
         """Return whether chance can explain the difference, in words."""
         if self.interval is None:
             return "one pair, no interval"
         if self.interval.low <= 0 <= self.interval.high:
             return "may be chance"
-        return "better" if (self.estimate < 0) == is_better_low else "worse"
+        if not better:
+            return "higher" if self.estimate > 0 else "lower"
+        return "better" if (self.estimate > 0) == (better == "up") else "worse"
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -170,17 +174,17 @@ def seed_of(config: Mapping[str, Any]) -> int | None:
 
 def final_figures(run: Run) -> dict[str, float]:
     """Return the figures that a run has ended with, or has so far, by name."""
-    values = ((figure.name, final_value(run, figure)) for figure in FIGURES[run.kind])
+    values = ((figure.name, final_value(run, figure)) for figure in run.declared().figures)
     return {name: value for name, value in values if value is not None}
 
 
 def final_value(run: Run, figure: Figure) -> float | None:
     """Return the last value of a figure: the one that the run has ended with, if it has ended."""
-    if figure.at_end and run.state() in ("finished", "stopped"):
-        ended = run.index.series(figure.at_end).values
+    if figure.final and run.state() in ("finished", "stopped"):
+        ended = run.index.series(figure.final).values
         if len(ended):
             return float(ended[-1])
-    values = run.index.series(figure.curve).values if figure.curve else np.empty(0)
+    values = run.index.series(figure.series).values
     return float(values[-1]) if len(values) else None
 
 
@@ -192,9 +196,9 @@ def find_figure(runs: Sequence[Run], name: str | None) -> Figure:
             raise RunError(
                 f"these are runs of several kinds ({', '.join(kinds)}); name runs of one kind, or a figure that all of them have"
             )
-        choices = FIGURES[kinds[0]]
+        choices = runs[0].declared().figures or [Figure("figure")]
         return next((figure for figure in choices if all(final_value(run, figure) is not None for run in runs)), choices[0])
-    known = {figure.name: figure for kind in kinds for figure in FIGURES[kind]}
+    known = {figure.name: figure for run in runs for figure in run.declared().figures}
     if name in known:
         return known[name]
     series = list(dict.fromkeys(series for run in runs for series in run.index.names()))
@@ -247,9 +251,9 @@ def compare_opened(runs: Sequence[Run], *, figure: str | None = None, cache: Pat
 
 def _common_step(runs: Sequence[Run], figure: Figure) -> int | None:
     """Return the last step that all runs have reached if some have not ended; None if all have, or if one has no curve."""
-    if all(run.state() == "finished" for run in runs) or not figure.curve:
+    if all(run.state() == "finished" for run in runs) or not figure.series:
         return None
-    steps = [run.index.series(figure.curve).steps for run in runs]
+    steps = [run.index.series(figure.series).steps for run in runs]
     return min(int(each[-1]) for each in steps) if all(len(each) for each in steps) else None
 
 
@@ -265,7 +269,8 @@ def _compared(name: str, run: Run, figure: Figure, step: int | None, seed: int |
         seed=seed,
         value=_value(run, figure, step),
         figures=final_figures(run),
-        curve=run.index.series(figure.curve or figure.at_end),
+        curve=run.index.series(figure.series or figure.final),
+        unit=run.declared().unit,
         twin_value=None if twin is None or (step is None and twin.state() != "finished") else _value(twin, figure, step),
     )
 
@@ -274,7 +279,7 @@ def _value(run: Run, figure: Figure, step: int | None) -> float | None:
     if step is None:
         value = final_value(run, figure)
     else:
-        series = run.index.series(figure.curve)
+        series = run.index.series(figure.series)
         value = float(at_steps(series, np.array([step]))[0]) if len(series.values) and series.steps[-1] >= step else None
     return value if value is not None and math.isfinite(value) else None
 
@@ -407,7 +412,7 @@ def _pairs_text(comparison: Comparison) -> str:
     rows = []
     for pair in (*comparison.twins, *comparison.paired):
         shown = written(pair.estimate, sign="+") if pair.interval is None else written_interval(pair.interval, sign="+")
-        verdict = pair.verdict(is_better_low=comparison.figure.is_better_low)
+        verdict = pair.verdict(better=comparison.figure.better)
         rows.append([f"{pair.ours} − {pair.theirs}", str(len(pair.differences)), shown, verdict])
     return aligned([[f"difference of the {comparison.figure.name}", "pairs", "95 % interval over pairs", ""], *rows]) if rows else ""
 
@@ -418,7 +423,7 @@ def _ends(interval: Interval | None) -> dict[str, float] | None:
 
 def _as_dict(pair: PairedDifference, figure: Figure) -> dict[str, Any]:
     plain: dict[str, Any] = {name: getattr(pair, name) for name in ("ours", "theirs", "seeds", "differences", "estimate")}
-    return plain | {"interval": _ends(pair.interval), "verdict": pair.verdict(is_better_low=figure.is_better_low)}
+    return plain | {"interval": _ends(pair.interval), "verdict": pair.verdict(better=figure.better)}
 
 
 # As a picture
@@ -431,7 +436,7 @@ def draw(comparison: Comparison, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RunError("a plot needs matplotlib; install it with: pip install matplotlib") from error
+        raise RunError("a plot needs matplotlib; install it with: pip install 'esper-grow[plot]'") from error
 
     groups = comparison.groups
     canvas = Figure(figsize=(10, 4.2), layout="constrained")
@@ -454,8 +459,7 @@ def draw(comparison: Comparison, path: Path) -> None:
         if group.mean is not None:
             reach = group.mean.high - group.mean.estimate
             finals.errorbar(number, group.mean.estimate, yerr=reach, color=colour, capsize=6, fmt="_", ms=14, lw=2)
-    is_growth = all(run.kind == "growth" for run in comparison.runs)
-    curves.set(xlabel="epoch" if is_growth else "step", ylabel=comparison.figure.name)
+    curves.set(xlabel=comparison.runs[0].unit, ylabel=comparison.figure.name)
     finals.set_xlim(-0.6, len(groups) - 0.4)
     finals.set_title("at the end, 95 % over seeds" if any(group.mean for group in groups) else "at the end", fontsize=9)
     finals.set_xticks(range(len(groups)), [group.name for group in groups], rotation=20 if len(groups) > 2 else 0, ha="center")

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, dataclass_transform
+from typing import Annotated, Any, BinaryIO, Literal, dataclass_transform
 
 import msgspec
 
@@ -87,6 +87,12 @@ _MODULES = (
 def _import_all() -> None:
     for name in _MODULES:
         importlib.import_module(name)
+
+
+def library_declaration(run_kind: str) -> RunDeclared | None:
+    """Return the declaration of a kind of run of esper, which its older runs lack; None for other kinds."""
+    found = (getattr(importlib.import_module(name), "DECLARED", None) for name in _MODULES)
+    return next((declared for declared in found if declared is not None and declared.run_kind == run_kind), None)
 
 
 def fields_of(line: bytes) -> dict[str, Any] | None:
@@ -168,6 +174,41 @@ class Resumed(Event, tag="resumed"):
 
     def shown(self) -> Mapping[str, Any]:
         return {}
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """A number that a run has. Series are named kind/field, as in tables and TensorBoard."""
+
+    name: str  # for people
+    series: str = ""  # of the number during the training; "": it is only known at the end
+    final: str = ""  # series of the number that is written once, when the run ends
+    unit: str = ""  # "share": a number between 0 and 1, shown in per cent
+    better: Literal["up", "down", ""] = ""  # direction in which the number is better; "": neither
+
+
+class RunDeclared(Event, tag="run_declared"):
+    """The kind of the run and its figures, the main one first. Every session of a run begins with this event.
+
+    Lists, pages, tables and comparisons show a run by this event alone, so a run of any kind can be shown. A run is judged by the first
+    figure that has values, and has come as far as the latest step of its figures.
+    """
+
+    run_kind: str
+    figures: list[Figure]
+    total: int | None = None  # step at which the training ends; None: not known
+    unit: str = "steps"  # what the steps of the run count
+    end: str = "run_ended"  # kind of the event that ends a session, whose `status` or `why` is "stopped" if it is to be continued
+
+    def shown(self) -> Mapping[str, Any]:
+        return {}
+
+
+class RunEnded(Event, tag="run_ended"):
+    """The process has ended the training, or stopped it for now. A run that was killed has no such event."""
+
+    step: int
+    status: str  # "finished" or "stopped"
+    seconds: float  # of the training, over all sessions
 
 
 class CheckpointRefused(Event, tag="checkpoint_refused"):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -29,20 +30,18 @@ from esper.files import (
     remove,
     remove_temporaries,
 )
+from esper.runs.foreign import clean
 
 CONFIG, EVENTS, CHECKPOINTS, LOCK = "config.toml", "events.jsonl", "checkpoints", ".lock"
 TWIN = "twin"  # the folder of a growth run's twin, inside its own
 GROW = "grow.toml"  # all settings of an `esper grow` run; its config.toml holds only those about growing
 
-Kind = Literal["ppo", "growth", "controller", "arena"]
 State = Literal["running", "finished", "stopped", "dead", "empty"]
-# Kind of run -> (its name in messages, the key that only configs of this kind have).
-_KINDS: dict[Kind, tuple[str, str]] = {
-    "ppo": ("a ppo run", "env"),
-    "growth": ("a growth run", "lifecycle"),
-    "controller": ("a controller run", "domain"),
-    "arena": ("an arena run", "selfplay"),
-}
+UNKNOWN = "unknown"  # kind of a run that does not say its kind
+# Key of the settings -> kind of a run whose log does not declare it.
+_KEYS = {"env": "ppo", "lifecycle": "growth", "domain": "controller", "selfplay": "arena"}
+_DECLARED = re.compile(rb'^\{"kind":"run_declared",.*?"run_kind":"([^"\\]+)"', re.MULTILINE)
+_HEAD = 64 * 1024  # bytes of a log in which its declaration is looked for
 
 
 class RunError(ValueError):
@@ -99,16 +98,23 @@ def has_twin(folder: Path) -> bool:
     return (folder / TWIN / EVENTS).is_file() and not (folder / TWIN).is_symlink()
 
 
-def kind_of(folder: Path) -> Kind | None:
-    """Return the kind of the run in a folder; None if there is no run, or one of an unknown kind."""
+def kind_of(folder: Path) -> str | None:
+    """Return the kind of the run in a folder: the one that its log declares, or else that of its settings. None if there is no run."""
+    if not (folder / CONFIG).is_file():
+        return None
+    head = b""
+    with contextlib.suppress(OSError, FileError), open_in_run(folder / EVENTS) as file:
+        head = file.read(_HEAD)
+    if (declared := _DECLARED.search(head)) is not None:
+        return clean(declared[1].decode(errors="replace"))
     try:
         config = parse_toml(read_in_run(folder / CONFIG, max_bytes=MAX_CONFIG_BYTES))
     except (OSError, ValueError):
         return None
-    return next((kind for kind, (_, key) in _KINDS.items() if key in config), None)
+    return next((kind for key, kind in _KEYS.items() if key in config), UNKNOWN if head.startswith(b'{"kind":"header"') else None)
 
 
-def check_holds_a_run(folder: Path, kind: Kind) -> None:
+def check_holds_a_run(folder: Path, kind: str) -> None:
     """Raise RunError if the folder holds no run, or one of another kind; the message lists the commands for that kind."""
     if folder.is_file():
         raise RunError(f"{folder} is a file; give the folder of a run")
@@ -121,12 +127,12 @@ def check_holds_a_run(folder: Path, kind: Kind) -> None:
         raise RunError(f"{folder} is {name_of(found)} and not {name_of(kind)}; use it with: {_commands_for(folder, found)}")
 
 
-def name_of(kind: Kind) -> str:
+def name_of(kind: str) -> str:
     """Return the name of a kind of run with its article, such as "a ppo run"."""
-    return _KINDS[kind][0]
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind} run"
 
 
-def _commands_for(folder: Path, kind: Kind) -> str:
+def _commands_for(folder: Path, kind: str) -> str:
     """Return the commands that accept a run of this kind, for an error message."""
     run = shlex.quote(str(folder))
     match kind:
@@ -141,6 +147,8 @@ def _commands_for(folder: Path, kind: Kind) -> str:
         case "arena":
             others = ", ".join(f"esper arena {command} {run}" for command in ("eval", "league"))
             return f"esper arena train --resume --run {run}, {others}, esper arena match {run} strong"
+        case _:
+            return f"esper runs show {run}, esper report {run}"
 
 
 @contextlib.contextmanager

@@ -277,10 +277,20 @@ class EventIndex:
                 return group.series(name[len(place) + 1 :])
         return Series(np.empty(0, np.int64), np.empty(0), np.empty(0))
 
+    def last_step(self, kind: str) -> int:
+        """Return the step of the newest event of a kind; without steps, the number of these events."""
+        group = self._groups.get(kind)
+        if group is None:
+            return 0
+        group.close()
+        step = int(_as_steps(group.blocks[-1][1][-1:, 0])[0])
+        return step if step >= 0 else len(self._lines[kind])
+
     def events(self, kind: str, *, start: int = 0) -> list[dict[str, Any]]:
         """Return the events of one kind from number `start` on, with all of their fields. Reads their lines from the file.
 
-        Fields have the types of the kind; lines that do not fit it are left out and counted as `skipped`.
+        A negative `start` counts from the end. Fields have the types of the kind; lines that do not fit it are left out and counted as
+        `skipped`.
         There are none any more if the file was removed, or cut by a resume since the last `refresh`.
         """
         return self._at(self._lines.get(kind, array("q"))[start:], {kind})
@@ -481,6 +491,7 @@ def _without_texts(event: dict[str, Any]) -> dict[str, Any]:
 
 # Kinds of events whose numbers have other names than their fields: the same as `Event.shown` gives to TensorBoard.
 SHOWN: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "run_declared": lambda event: {},
     "stage_entered": lambda event: {},
     "rolled_back": lambda event: {name: event.get(name) for name in ("epoch", "to_epoch", "steps_lost", "seconds_lost")},
     "best_restored": lambda event: {name: value for name, value in event.items() if name != "back"},

@@ -16,29 +16,30 @@ from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
 
+from esper.runs.stages import stage_variables
+from esper.text_table import compact
+
 Row = Sequence[str]
 
 STYLE = """
 :root { color-scheme: light dark;
   --paper: #ffffff; --ink: #22262b; --soft: #5d6570; --grid: #dfe3e8; --panel: #f5f7f9; --train: #9aa5b1; --validation: #1f6feb;
-  --twin: #b08800; --germinated: #8250df; --training: #bf87f7; --blending: #e3a008; --holding: #54a0ff; --fossilized: #1a7f37;
-  --pruned: #9a6700; --trouble: #cf222e; --a: #1f6feb; --b: #d55e00; --c: #1a7f37; --d: #8250df; --e: #b08800; --f: #57606a; }
+  --twin: #b08800; LIGHT --trouble: #cf222e; --a: #1f6feb; --b: #d55e00; --c: #1a7f37; --d: #8250df; --e: #b08800; --f: #57606a; }
 @media (prefers-color-scheme: dark) { :root {
   --paper: #14171c; --ink: #dde3ea; --soft: #98a2ae; --grid: #2c333b; --panel: #1c2128; --train: #768390; --validation: #58a6ff;
-  --twin: #d4a72c; --germinated: #bc8cff; --training: #8957e5; --blending: #d29922; --holding: #388bfd; --fossilized: #3fb950;
-  --pruned: #d29922; --trouble: #ff7b72; --a: #58a6ff; --b: #f0883e; --c: #3fb950; --d: #bc8cff; --e: #d4a72c; --f: #8b949e; } }
+  --twin: #d4a72c; DARK --trouble: #ff7b72; --a: #58a6ff; --b: #f0883e; --c: #3fb950; --d: #bc8cff; --e: #d4a72c; --f: #8b949e; } }
 * { box-sizing: border-box; }
-body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem;
+body { background: var(--paper); color: var(--ink); font: 15px/1.45 system-ui, sans-serif; margin: 0.9rem auto; max-width: 68rem;
   padding: 0 1.2rem; overflow-wrap: break-word; }
-h1 { font-size: 1.6rem; margin-bottom: 0.2rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 0.6rem; }
-p.summary { font-size: 1.05rem; margin-top: 0; } p.note, caption { color: var(--soft); }
-.tiles { display: flex; flex-wrap: wrap; gap: 0.7rem; margin: 1rem 0; }
+h1 { font-size: 1.5rem; margin: 0 0 0.2rem; } h2 { font-size: 1.1rem; margin: 1rem 0 0.3rem; }
+p.summary { font-size: 1.05rem; margin: 0; } p.note, caption { color: var(--soft); font-size: 0.9rem; margin: 0.4rem 0; }
+.tiles { display: flex; flex-wrap: wrap; gap: 0.7rem; margin: 0.7rem 0; }
 .tile { background: var(--panel); border-radius: 8px; flex: 1 1 8.5rem; padding: 0.6rem 0.9rem; }
 .tile strong { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums; line-height: 1.4; white-space: nowrap; }
 .tile span { color: var(--soft); font-size: 0.85rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-td, th { border-bottom: 1px solid var(--grid); padding: 0.3rem 0.75rem 0.3rem 0; text-align: left; vertical-align: top; }
-th { color: var(--soft); font-weight: 600; white-space: nowrap; } .number { text-align: right; white-space: nowrap; }
+td, th { border-bottom: 1px solid var(--grid); padding: 0.18rem 0.9rem 0.18rem 0; text-align: left; vertical-align: top; }
+th { color: var(--soft); font-weight: 600; vertical-align: bottom; } .number { text-align: right; white-space: nowrap; }
 td.kept, td.good { color: var(--fossilized); } td.trouble { color: var(--trouble); } td.fair { color: var(--pruned); }
 svg { display: block; height: auto; max-width: 54rem; width: 100%; }
 svg text { fill: var(--ink); font: 12px system-ui, sans-serif; } svg text.soft { fill: var(--soft); }
@@ -49,6 +50,19 @@ svg text { fill: var(--ink); font: 12px system-ui, sans-serif; } svg text.soft {
 .legend span.dashed::before { background: repeating-linear-gradient(90deg, var(--of) 0 0.3rem, transparent 0.3rem 0.5rem); }
 figure { margin: 0 0 0.8rem; position: relative; } figure:focus-visible { outline: 2px solid var(--validation); outline-offset: 4px; }
 figcaption { font-size: 0.9rem; font-weight: 600; }
+details.fold { border-top: 1px solid var(--grid); margin-top: 0.3rem; padding-top: 0.3rem; }
+details.fold > summary { font-weight: 600; } details.fold[open] > summary { margin-bottom: 0.5rem; }
+ol.network, ol.lives { list-style: none; margin: 0; padding: 0; } ol.lives { margin: 0.3rem 0 0.6rem; }
+.track { background: var(--panel); border-radius: 3px; flex: 1; height: 0.8rem; position: relative; }
+.track i { border-radius: 2px; height: 100%; position: absolute; } .track i.thin { height: 2px; top: calc(50% - 1px); }
+ol.lives li { align-items: center; display: flex; gap: 0.8rem; padding: 0.1rem 0; } ol.lives span { flex: 0 0 22rem; }
+.axis { flex: 1; height: 1.2rem; position: relative; } .axis small { position: absolute; }
+ol.network li { align-items: baseline; border-left: 2px solid var(--soft); display: flex; flex-wrap: wrap; gap: 0 0.7rem;
+  margin-left: 0.5rem; padding: 0.12rem 0 0.12rem 1.1rem; position: relative; }
+ol.network li::before { background: var(--of, var(--paper)); border: 2px solid var(--of, var(--soft)); border-radius: 50%; content: "";
+  height: 0.8rem; left: -0.45rem; position: absolute; top: 0.4rem; width: 0.8rem; box-sizing: border-box; }
+ol.network li.end::before { background: var(--soft); } ol.network li.empty, ol.network li.end { color: var(--soft); }
+ol.network .track { align-self: center; flex: 1 0 100%; height: 0.6rem; } ol.network .cost { margin-left: auto; }
 .grid { display: grid; gap: 0 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
 .hover { background: var(--panel); border: 1px solid var(--grid); border-radius: 6px; font-size: 0.8rem; padding: 0.3rem 0.6rem;
   pointer-events: none; position: absolute; top: 0; white-space: pre; }
@@ -58,9 +72,12 @@ figcaption { font-size: 0.9rem; font-weight: 600; }
 b.good { color: var(--fossilized); } b.trouble { color: var(--trouble); }
 pre { background: var(--panel); border-radius: 8px; font-size: 0.85rem; overflow-x: auto; padding: 0.8rem; }
 @media (max-width: 560px) { svg text { font-size: 19px; } svg.small text { font-size: 13px; }
-  body { margin-top: 1rem; } td, th { padding-right: 0.6rem; } td:last-child:not(.number) { min-width: 14rem; } }
+  body { margin-top: 1rem; padding: 0 0.8rem; } table { font-size: 0.82rem; } td, th { padding-right: 0.45rem; }
+  .optional { display: none; }
+  td:last-child:not(.number) { min-width: 14rem; }
+  ol.lives li { align-items: stretch; flex-direction: column; gap: 0; } ol.lives span { flex: none; } .track { flex: none; } }
 @media print { .hover { display: none; } section { break-inside: avoid; } }
-"""
+""".replace("LIGHT", stage_variables("light")).replace("DARK", stage_variables("dark"))
 
 # Shows the numbers of a chart under the pointer. All texts are set as text, never as HTML.
 SCRIPT = """
@@ -124,6 +141,12 @@ def section(name: str, *contents: str) -> str:
     return f'<section>\n<h2>{escape(name)}</h2>\n<div class="wide">{"".join(contents)}</div>\n</section>'
 
 
+def folded(name: str, *contents: str) -> str:
+    """Return a section that opens under the pointer; nothing if it has no contents."""
+    inside = "".join(contents)
+    return f'<details class="fold"><summary>{escape(name)}</summary><div class="wide">{inside}</div></details>' if inside else ""
+
+
 def note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>'
 
@@ -134,14 +157,20 @@ def tiles(figures: Iterable[tuple[str, str]]) -> str:
                                            for value, name in figures) + "</div>"  # fmt: skip
 
 
-def table(heading: Row, rows: Sequence[Row], *, numbers: Sequence[int] = (), classes: Sequence[str] = ()) -> str:
-    """Return an HTML table. Columns in `numbers` are right-aligned; `classes` are CSS classes of the rows."""
-    opening = ['<th class="number">' if column in numbers else "<th>" for column in range(len(heading))]
+def table(
+    heading: Row, rows: Sequence[Row], *, numbers: Sequence[int] = (), classes: Sequence[str] = (), optional: Sequence[int] = ()
+) -> str:
+    """Return an HTML table. Columns in `numbers` are right-aligned, those in `optional` are left out on a narrow screen.
+
+    `classes` are CSS classes of the rows.
+    """
+    looks = [" ".join(["number"] * (column in numbers) + ["optional"] * (column in optional)) for column in range(len(heading))]
+    opening = [f'<th class="{look}">'.replace(' class=""', "") for look in looks]
     lines = ["<table>", "<tr>" + "".join(f"{tag}{escape(cell)}</th>" for tag, cell in zip(opening, heading, strict=True)) + "</tr>"]
     for index, row in enumerate(rows):
         own = classes[index] if classes else ""
         cells = [
-            f'<td class="{" ".join(filter(None, ["number" if column in numbers else "", own or _class_of(cell)]))}">{escape(cell)}</td>'
+            f'<td class="{" ".join(filter(None, [looks[column], own or _class_of(cell)]))}">{escape(cell)}</td>'
             for column, cell in enumerate(row)
         ]
         lines.append("<tr>" + "".join(cells).replace(' class=""', "") + "</tr>")
@@ -155,7 +184,7 @@ def _class_of(cell: str) -> str:
 
 # Charts
 
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 66, 14, 26, 52  # of a chart, in units of its drawing
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 66, 14, 26, 44  # of a chart, in units of its drawing
 COLOURS = ("a", "b", "c", "d", "e", "f")  # CSS variables for lines without a meaning of their own
 
 
@@ -268,11 +297,11 @@ def _grid(across: Scale, up: Scale, height: int, *, x: str, is_percent: bool) ->
     parts = []
     for value in log_ticks(up.low, up.high) if up.is_log else ticks(up.low, up.high, 5):
         at = up(value)
-        text = f"{100 * value:g} %" if is_percent else short(value)
+        text = f"{100 * value:g}%" if is_percent else compact(value)
         parts.append(f'<line x1="{LEFT}" x2="{across.end}" y1="{at}" y2="{at}" stroke="var(--grid)" stroke-width="1"/>')
         parts.append(f'<text class="soft" x="{LEFT - 8}" y="{at + 4}" text-anchor="end">{escape(text)}</text>')
     parts += [
-        f'<text class="soft" x="{across(value)}" y="{height - BOTTOM + 20}" text-anchor="middle">{escape(short(value))}</text>'
+        f'<text class="soft" x="{across(value)}" y="{height - BOTTOM + 20}" text-anchor="middle">{escape(compact(value))}</text>'
         for value in ticks(across.low, across.high, 5)
     ]
     parts.append(f'<text class="soft" x="{across.end}" y="{height - 6}" text-anchor="end">{escape(x)}</text>')
@@ -362,15 +391,3 @@ def log_ticks(low: float, high: float) -> list[float]:
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     found = [float(f"{factor}e{power}") for power in powers for factor in (1, 2, 5) if low <= float(f"{factor}e{power}") <= high]
     return found if len(found) <= 7 else [value for value in found if f"{value:e}".startswith("1.0")]
-
-
-def short(value: float) -> str:
-    """Return a number for an axis.
-
-    >>> short(1_500_000), short(20_000), short(0.05), short(7.0), short(0)
-    ('1.5M', '20k', '0.05', '7', '0')
-    """
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size and (size > 1e3 or abs(value) >= 1e4):
-            return f"{value / size:.4g}{letter}"
-    return f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""The report of a ppo, controller or arena run: one self-contained page `report.html` in its folder. Imports no torch.
+"""The report of a run that is no growth run: one self-contained page `report.html` in its folder. Imports no torch.
 
     write_run_report("runs/cue-0")
 
@@ -17,30 +17,30 @@ from typing import Any
 from esper.files import printable, write_in_run
 from esper.runs.analysis import sections_about_seeds
 from esper.runs.catalog import Run, Summary, open_run
+from esper.runs.compare import final_figures, written
 from esper.runs.controller_story import ControllerStory, joined_calibration, others_in_words
-from esper.runs.folder import Kind, RunError
+from esper.runs.folder import RunError
 from esper.runs.health import lights
 from esper.runs.opponents import LEAST_BATTLES, RECENT, clock, opponent_rows, replay_rows, replays_of, result_of, win_rates
 from esper.runs.page import Line, Scale, chart, note, render, section, table, tiles
 from esper.runs.sections import (
     CHARTS,
-    STEP,
+    charts_of,
     curve,
     drawn_charts,
     in_grid,
-    per_second,
     problem_section,
     remarks_on,
     settings_section,
     system_section,
 )
-from esper.text_table import duration, figure
+from esper.text_table import duration, figure, with_interval
 
 REPORT = "report.html"
 LAST_ROUNDS = 10  # values whose mean is the figure of now
 MOST_OPPONENTS = 20  # in the table of opponents
 # Number of charts at the beginning of CHARTS that are about the task; the others are about the learner.
-OWN_CHARTS: dict[Kind, int] = {"ppo": 2, "arena": 5, "controller": 7}
+OWN_CHARTS: dict[str, int] = {"ppo": 2, "arena": 5, "controller": 7}
 _TITLES = {"ppo": "policy", "controller": "controller", "arena": "player"}
 _STATES = {
     "running": "is training",
@@ -57,7 +57,7 @@ def write_run_report(folder: Path | str) -> Path:
     run = open_run(folder)
     if run.kind == "growth":
         raise RunError(f"{folder} is a growth run, which has a report of its own: esper report {folder}")
-    if not run.index.kinds.get("run_started"):
+    if not run.index.kinds.get("run_started" if run.kind in _TITLES else "header"):
         raise RunError(f"there is nothing to report about {folder}: the training has not begun; try again later")
     path = Path(folder) / REPORT
     write_in_run(path, report_of(run).encode())
@@ -69,15 +69,18 @@ def report_of(run: Run) -> str:
     summary = run.summary()
     parts = [f'<p class="summary">{escape(_headline(run, summary))}</p>', tiles(_tiles(run, summary)), note(_circumstances(run))]
     parts += remarks_on(run)
-    own, learner = CHARTS[run.kind][: OWN_CHARTS[run.kind]], CHARTS[run.kind][OWN_CHARTS[run.kind] :]
+    charts = charts_of(run)
+    count = OWN_CHARTS.get(run.kind, len(charts))
     if run.kind == "controller":
         parts += _controller_sections(run)
     elif run.kind == "arena":
         parts += _arena_sections(run)
-    elif charts := drawn_charts(run, own, is_small=False):
-        parts.append(section("Return", *charts))
-    parts.append(section("Health", _health_table(run), note("Means of the last ten updates.")))
-    parts.append(section("Learner", in_grid(drawn_charts(run, learner))))
+    elif run.kind not in _TITLES:
+        parts.append(section("Curves", in_grid(drawn_charts(run, charts))))
+    elif own := drawn_charts(run, charts[:count], is_small=False):
+        parts.append(section("Return", *own))
+    parts.append(section("Health", *_health(run)))
+    parts += [section("Learner", in_grid(drawn_charts(run, charts[count:])))] if charts[count:] else []
     parts.append(_calibration_section(run))
     if rows := _evaluation_rows(run):
         heading = ("", "step", "episodes", "win rate" if run.kind == "arena" else "mean return", "mean length", "cut")
@@ -94,13 +97,16 @@ def report_of(run: Run) -> str:
 
 def _headline(run: Run, summary: Summary) -> str:
     share = "" if summary.progress is None or summary.state == "finished" else f", {summary.progress:.0%} of the training"
-    value = "" if summary.best is None else f"{summary.best:.1%}" if summary.figure == "win rate" else figure(summary.best, 3)
+    value = "" if summary.best is None else f"{summary.best:.1%}" if run.figure()[0].unit == "share" else figure(summary.best, 3)
     best = "" if summary.best is None else f" · best {summary.figure} {value}"
-    return f"The {_TITLES[run.kind]} {_STATES[summary.state]} after {summary.step:,} {STEP[run.kind]}{share}{best}"
+    return f"The {_TITLES.get(run.kind, 'run')} {_STATES[summary.state]} after {summary.step:,} {run.declared().unit}{share}{best}"
 
 
 def _tiles(run: Run, summary: Summary) -> list[tuple[str, str]]:
     """Return the main figures as (value, name): the result that counts comes first."""
+    unit = run.declared().unit
+    if run.kind not in _TITLES:
+        return [*((written(value), name) for name, value in final_figures(run).items()), (f"{summary.step:,}", unit)]
     found: list[tuple[str, str]] = []
     name = "win rate" if run.kind == "arena" else "return"
     evaluated = run.index.events("evaluated")[-1:]
@@ -122,10 +128,10 @@ def _tiles(run: Run, summary: Summary) -> list[tuple[str, str]]:
     returns = run.index.series("update/mean_return").values
     if len(returns):
         found.append((figure(float(returns[-1]), 3), f"return in training, last 100 {'lives' if run.kind == 'controller' else 'episodes'}"))
-    found.append((f"{summary.step:,}", STEP[run.kind]))
+    found.append((f"{summary.step:,}", unit))
     speed = run.index.series("update/steps_per_second").values
     if len(speed):
-        found.append((per_second(float(speed[-LAST_ROUNDS:].mean())), f"{STEP[run.kind]} per second"))
+        found.append((figure(float(speed[-LAST_ROUNDS:].mean())), f"{unit} per second"))
     if ended := run.index.events("run_ended")[-1:]:
         found.append((duration(ended[0]["seconds"]), "of training"))
     return found
@@ -153,15 +159,18 @@ def _circumstances(run: Run) -> str:
 # Health and evaluation
 
 
-def _health_table(run: Run) -> str:
+def _health(run: Run) -> list[str]:
+    """Return the diagnostics of the learner as a table; a sentence if there are none."""
     found = lights(run.index)
     if not found:
-        return "<p>There was no update yet.</p>"
+        return [f"<p>{'There was no update yet.' if run.kind in _TITLES else 'Its events have no diagnostics of a learner.'}</p>"]
     rows = [
         (light.name, figure(light.value, 3), {"green": "good", "yellow": "watch it", "red": "bad"}[light.colour], light.advice)
         for light in found
     ]
-    return table(("diagnostic", "value", "", "what to do"), rows, numbers=(1,), classes=[_COLOURS[light.colour] for light in found])
+    classes = [_COLOURS[light.colour] for light in found]
+    shown = table(("diagnostic", "value", "", "what to do"), rows, numbers=(1,), classes=classes)
+    return [shown, note("Means of the last ten updates.")]
 
 
 def _evaluation_rows(run: Run) -> list[tuple[str, ...]]:
@@ -210,7 +219,8 @@ def _calibration_section(run: Run) -> str:
         Line("as predicted", ends, ends, "f", is_dashed=True),
     ]
     rows = [
-        (figure(point["predicted"]), _interval(point["achieved"], point["low"], point["high"]), f"{point['steps']:,}") for point in points
+        (figure(point["predicted"]), with_interval(point["achieved"], point["low"], point["high"]), f"{point['steps']:,}")
+        for point in points
     ]
     about = (
         f"Returns that followed the critic's predictions in the last {found['updates']} updates, in bins of about equal size, with 95 % "
@@ -242,7 +252,7 @@ def _controller_sections(run: Run) -> list[str]:
         if lines
     ]
     rows = [
-        (row["cell"], f"{row['hosts']:,}", _interval(row["utility"], row["low"], row["high"]), figure(row["gain"], sign="+"),
+        (row["cell"], f"{row['hosts']:,}", with_interval(row["utility"], row["low"], row["high"], sign="+"), figure(row["gain"], sign="+"),
          figure(row["rent"], sign="+"), f"{row['grown']:.2f}", f"{row['kept']:.2f}")
         for row in found["cells"]
     ]  # fmt: skip
@@ -264,11 +274,6 @@ def _controller_sections(run: Run) -> list[str]:
 def _ends(values: Sequence[float | None]) -> list[float]:
     """Return the ends of intervals for a band; NaN where there is none."""
     return [math.nan if value is None else value for value in values]
-
-
-def _interval(value: float, low: float | None, high: float | None) -> str:
-    ends = "" if low is None or high is None else f" [{figure(low, sign='+')}, {figure(high, sign='+')}]"
-    return figure(value, sign="+") + ends
 
 
 def _life(life: Mapping[str, Any]) -> str:

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 from esper.files import MAX_CONFIG_BYTES, FileError, read_in_run
 from esper.runs.catalog import Run
-from esper.runs.folder import CONFIG, GROW, Kind
+from esper.runs.folder import CONFIG, GROW
 from esper.runs.health import problem_in_words, problems
 from esper.runs.index import Series, thinned
-from esper.runs.page import WIDTH, Line, chart, note, section, table, tiles
+from esper.runs.page import WIDTH, Line, chart, folded, note, section, table, tiles
+from esper.text_table import figure
 
 POINTS = 500  # of a curve in a report, at most
-STEP: dict[Kind, str] = {"growth": "epochs", "ppo": "steps", "arena": "steps", "controller": "lives"}  # what the step of a run counts
+MOST_CHARTS = 40  # of a run of another kind
 SMALL = (440, 220)  # width and height of a chart beside another one
 MIB = 2**20
 
@@ -42,7 +43,7 @@ _LEARNER = (
     Curves("gradient norm", {"gradient norm": "update/grad_norm"}, may_be_log=True),
     Curves("learning rate", {"learning rate": "update/learning_rate"}),
 )
-CHARTS: dict[Kind, tuple[Curves, ...]] = {
+CHARTS: dict[str, tuple[Curves, ...]] = {
     "growth": (
         Curves("loss", {"training": "epoch_ended/train_loss", "validation": "epoch_ended/val_loss"}, may_be_log=True),
         Curves("metrics", {"": "epoch_ended/metrics/"}),
@@ -67,7 +68,7 @@ CHARTS: dict[Kind, tuple[Curves, ...]] = {
         Curves("utility of a fleet", {"utility": "round_ended/utility"}),
         Curves("gain and rent", {"gain": "round_ended/gain", "rent": "round_ended/rent"}),
         Curves("share of lives decided as advised", {"as advised": "round_ended/alike"}, is_percent=True),
-        Curves("decisions by kind", {"": "round_ended/decisions/"}),
+        Curves("operations that the policy chose", {"": "round_ended/decisions/"}),
         Curves("seeds grown and kept", {"grown": "round_ended/grown", "kept": "round_ended/kept"}),
         Curves("rollbacks", {"rollbacks": "round_ended/rollbacks"}),
         Curves("parts of the reward", {"": "round_ended/reward/"}),
@@ -100,7 +101,7 @@ _LEARNER_SYSTEM = (
     ),
     *_use_of("update"),
 )
-SYSTEM: dict[Kind, tuple[Curves, ...]] = {
+SYSTEM: dict[str, tuple[Curves, ...]] = {
     "growth": (
         Curves("samples per second", {"samples per second": "epoch_ended/samples_per_second"}),
         Curves("seconds per step", {"seconds": "epoch_ended/step_seconds"}),
@@ -115,6 +116,22 @@ SYSTEM: dict[Kind, tuple[Curves, ...]] = {
         Curves("memory per host, bytes", {"memory": "round_ended/memory_per_host"}),
     ),
 }
+
+
+def charts_of(run: Run) -> tuple[Curves, ...]:
+    """Return the charts of a run: those of its kind, or else its figures and then all other numbers of its events."""
+    if run.kind in CHARTS:
+        return CHARTS[run.kind]
+    found = [
+        Curves(f"{each.name}, {each.unit}" if each.unit else each.name, {each.name: each.series}, is_percent=each.unit == "share")
+        for each in run.declared().figures
+        if each.series
+    ]
+    drawn = {series for curves in found for series in curves.series.values()}
+    # Numbers of one table of an event are in one chart.
+    others = [name if name.count("/") < 2 else f"{name.rpartition('/')[0]}/" for name in run.own_series() if name not in drawn]
+    found += [Curves(place.rstrip("/"), {"" if place.endswith("/") else place: place}) for place in dict.fromkeys(others)]
+    return tuple(found[:MOST_CHARTS])
 
 
 def series_of(names: Sequence[str], curves: Curves) -> dict[str, str]:
@@ -154,7 +171,7 @@ def drawn_charts(run: Run, wanted: Iterable[Curves], *, is_small: bool = True) -
     width, height = SMALL if is_small else (WIDTH, 250)
     names, drawn = run.index.names(), []
     for curves in wanted:
-        lines, axis = [], STEP[run.kind]
+        lines, axis = [], run.declared().unit
         for label, name in series_of(names, curves).items():
             line = curve(run.index.series(name), label)
             if name.startswith("round_ended/"):  # fleets of one update end at the same step, so they are numbered instead
@@ -178,10 +195,6 @@ def in_grid(charts: Iterable[str]) -> str:
 # The machine
 
 
-def per_second(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
 def _mib(value: float) -> str:
     return f"{value / MIB:,.0f} MiB"
 
@@ -192,13 +205,13 @@ def system_figures(run: Run) -> list[tuple[str, str]]:
     speed = "lives per second" if run.kind == "controller" else "samples per second"
     kind = "epoch_ended" if is_growth else "update"
     wanted: list[tuple[str, str, Callable[[float], str]]] = [
-        (speed, "samples_per_second" if is_growth else "steps_per_second", per_second),
-        ("per step", "step_seconds", lambda value: f"{1000 * value:.3g} ms"),
-        ("wait for data", "data_wait_seconds", lambda value: f"{value:.2g} s"),
-        ("collecting", "collect_seconds", lambda value: f"{value:.2g} s"),
-        ("learning", "update_seconds", lambda value: f"{value:.2g} s"),
-        ("wait for environments", "env_seconds", lambda value: f"{value:.2g} s"),
-        ("cores in use", "resources/cpu_cores", lambda value: f"{value:.2g}"),
+        (speed, "samples_per_second" if is_growth else "steps_per_second", figure),
+        ("per step", "step_seconds", lambda value: f"{figure(1000 * value, 2)} ms"),
+        ("wait for data", "data_wait_seconds", lambda value: f"{figure(value, 2)} s"),
+        ("collecting", "collect_seconds", lambda value: f"{figure(value, 2)} s"),
+        ("learning", "update_seconds", lambda value: f"{figure(value, 2)} s"),
+        ("wait for environments", "env_seconds", lambda value: f"{figure(value, 2)} s"),
+        ("cores in use", "resources/cpu_cores", lambda value: figure(value, 2)),
         ("memory", "resources/memory_bytes", _mib),
         ("GPU memory", "resources/device_memory_bytes", _mib),
         ("GPU in use", "resources/device_use", lambda value: f"{value:.0%}"),
@@ -210,11 +223,11 @@ def system_figures(run: Run) -> list[tuple[str, str]]:
 
 def system_section(run: Run) -> str:
     """Return the section about the use of the machine; nothing if the run does not tell it."""
-    charts = drawn_charts(run, SYSTEM[run.kind])
+    charts = drawn_charts(run, SYSTEM.get(run.kind, ()))
     if not charts:
         return ""
     when = "last epoch" if run.kind == "growth" else "last update"
-    return section("System", tiles(system_figures(run)), in_grid(charts), note(f"The figures are those of the {when}."))
+    return folded("System", tiles(system_figures(run)), in_grid(charts), note(f"The figures are those of the {when}."))
 
 
 # Problems, labels, settings
@@ -235,8 +248,7 @@ def settings_section(run: Run) -> str:
             text = read_in_run(run.folder / name, max_bytes=MAX_CONFIG_BYTES).decode(errors="replace")
         except (OSError, FileError):
             continue
-    inside = f"<details><summary>{len(text.splitlines())} lines</summary><pre>{escape(text)}</pre></details>"
-    return section("Settings", inside) if text else ""
+    return folded("Settings", f"<pre>{escape(text)}</pre>" if text else "")
 
 
 def remarks_on(run: Run) -> Iterator[str]:

@@ -29,7 +29,7 @@ MAX_NAMES = 500  # layers in one event, so that a line of the log does not becom
 # fmt: off
 LEVEL_OF: dict[str, Level] = {
     # written at every level
-    **dict.fromkeys(("header", "resumed", "checkpoint_refused", "sink_failed", "sink_dropped"), "off"),
+    **dict.fromkeys(("header", "run_declared", "resumed", "checkpoint_refused", "sink_failed", "sink_dropped"), "off"),
     **dict.fromkeys(("run_started", "run_ended", "checkpoint_evaluated", "evaluated", "episodes_restarted", "compile_failed"), "off"),
     **dict.fromkeys(("growth_started", "growth_finished", "best_restored", "final_test", "twin_compared", "loader_restarted"), "off"),
     # one per update or epoch, and rare ones

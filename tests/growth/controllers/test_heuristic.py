@@ -114,7 +114,7 @@ def test_a_large_host_whose_loss_is_projected_to_end_low_is_not_starved() -> Non
     assert starvation(state(4, train=falling, host_load=400.0), RULES).is_starved  # few weights for so many samples
     verdict = starvation(state(4, train=falling, host_load=40_000.0), RULES)
     assert not verdict.is_starved
-    assert "going to end" in verdict.reason
+    assert "is projected to end" in verdict.reason
 
 
 def test_harder_validation_data_are_no_overfitting() -> None:
@@ -304,9 +304,9 @@ def test_every_probed_candidate_that_does_not_grow_has_the_rule_that_rejected_it
     grown = [Germinate(slot="a", reason="test", blueprint="big")]
     reasons = passed_over(now, RULES, grown)
     assert set(reasons["a"]) == {"small", "trifle", "dear", "poor"}, "all but the one that grows"
-    assert reasons["a"]["small"] == "big promises more in this slot"
+    assert reasons["a"]["small"] == "big is worth more at the end of the training: 0.1500 after rent, this one 0.0310"
     assert "too few to matter" in reasons["a"]["trifle"]
-    assert "lower the loss by about 0.16, its rent is 0.20" in reasons["a"]["dear"]
+    assert "lower the loss by about 0.1600, its rent is 0.2000" in reasons["a"]["dear"]
     assert "too few data" in reasons["a"]["poor"]
     assert reasons["b"] == {"big": "it was tried in this slot before", "small": "there are as many seeds as the budget allows"}
     assert "c" not in reasons, "it was not probed"

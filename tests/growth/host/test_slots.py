@@ -552,7 +552,7 @@ def test_the_description_shows_slots_with_their_places_and_costs() -> None:
     assert lines["layer1.1.conv1"].split("  ")[-1].strip() == "–"
     assert lines["layer1.1.relu"].endswith("none: it runs 2 times in a forward pass, and a seed would act each time")
     parameters = cost_of(get_blueprint("conv3x3"), slotted.slot("layer1.0").place).parameters
-    assert f"{parameters} · 73.7k" in lines["conv 8×8×8"]
+    assert f"{parameters} · 73.73k" in lines["conv 8×8×8"]
     assert max(map(len, lines.values())) <= 140
     assert run(slotted, RESNET.batch())
 

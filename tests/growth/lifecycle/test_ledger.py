@@ -34,10 +34,10 @@ def cells(line: str) -> tuple[str, ...]:
 def test_the_table_has_a_line_for_a_seed() -> None:
     heading, first, *others = some().table().splitlines()
     assert cells(heading) == LEDGER_HEADING
-    gain = "+0.1000 [+0.0900, +0.1100]"
+    gain = "0.1000 [0.0900, 0.1100]"
     assert cells(first) == ("1", "blocks.1", "conv3x3", "epoch 4", "kept", gain, "0.0150", "1,000", "on probation")
     assert len(others) == 4
-    assert cells(others[2])[4:6] == ("rolled back", "not measured")
+    assert cells(others[2])[4:6] == ("rolled back", "–")
 
 
 def test_table_columns_are_aligned_with_their_names() -> None:
@@ -49,7 +49,7 @@ def test_table_columns_are_aligned_with_their_names() -> None:
 def test_blueprints_are_summed_up() -> None:
     heading, conv, norm = some().analytics().splitlines()
     assert cells(heading) == ANALYTICS_HEADING
-    assert cells(conv) == ("conv3x3", "3", "2", "1", "0", "+0.2000", "2,000"), "the gain is that of what was kept"
+    assert cells(conv) == ("conv3x3", "3", "2", "1", "0", "0.2000", "2,000"), "the gain is that of what was kept"
     assert cells(norm) == ("norm", "2", "0", "0", "1", "–", "1,000")
 
 

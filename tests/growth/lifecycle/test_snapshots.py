@@ -5,20 +5,16 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.growth import memory as growth_memory
 from esper.growth.lifecycle.snapshots import Snapshots
 from esper.runs.tensors import join, split
 from tests.growth.builders import Loop, make_loop
-
-with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by path
-    patch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
-    import growth_memory
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

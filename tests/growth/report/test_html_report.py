@@ -38,7 +38,7 @@ from esper.growth.events import (
     TwinCompared,
     Widened,
 )
-from esper.growth.lifecycle.ledger import ANALYTICS_HEADING, LEDGER_HEADING, analytics_rows, gain_in_words, ledger_rows
+from esper.growth.lifecycle.ledger import ANALYTICS_HEADING, LEDGER_HEADING, analytics_rows, ledger_rows
 from esper.growth.lifecycle.stages import OCCUPIED, Decision, Fossilize, Germinate, GrowthState, Prune, Stage
 from esper.growth.report.html import render, width_drawing, write_report
 from esper.growth.report.story import Story, read_story
@@ -55,6 +55,7 @@ from esper.growth.report.summary import (
 )
 from esper.runs import Event, EventLog
 from esper.runs.folder import RunError
+from esper.text_table import with_interval
 
 pytestmark = pytest.mark.slow  # a model is trained, and a page is made by another process
 
@@ -99,7 +100,7 @@ def eventful_run() -> list[Event]:
         entered(2, "b", "HOLDING"),
         epoch(2, view("a", "HOLDING", NASTY), view("b", "HOLDING", "conv3x3"), decision=f"germinate a: {NASTY}"),
         ActionRefused(epoch=3, slot="b", number=2, action="fossilize", reason="too early"),
-        entered(3, "a", "FOSSILIZED", "removing it now would raise the loss by 0.05"),
+        entered(3, "a", "FOSSILIZED", "its cost of removal is 0.05"),
         Measured(epoch=3, slot="a", number=1, gain=0.05, gain_low=0.04, gain_high=0.06, rent=0.01),
         epoch(3, view("a", "FOSSILIZED", NASTY, gain=0.05), view("b", "HOLDING", "conv3x3", gain=0.004)),
         Measured(epoch=4, slot="b", number=2, gain=0.005, gain_low=-0.005, gain_high=0.015, rent=0.01),
@@ -238,12 +239,12 @@ def test_the_summary_of_the_events_agrees_with_the_ledger(tmp_path: Path) -> Non
 def test_a_twin_that_has_not_finished_has_no_figures_in_the_comparison() -> None:
     story, twin = summarise(eventful_run()), summarise(eventful_run()[:2])
     heading, rows = comparison(story, twin)
-    assert heading == ("", "grown − never", "grown", "never grown", "before", "change")
+    assert heading == ("", "grown", "its twin", "difference", "before")
     table = {row[0]: row[1:] for row in rows}
-    assert table["parameters"] == ("–", "1,300", "–", "1,000", "+30.0%"), "a twin that has not finished has no figures"
-    assert table["test accuracy"] == ("–", "90.00%", "–", "10.00%", "+80.00 points")
+    assert table["parameters"] == ("1,300", "–", "–", "1,000"), "a twin that has not finished has no figures"
+    assert table["test accuracy"] == ("90.00%", "–", "–", "10.00%")
     assert comparison(story)[0] == ("", "before", "after", "change")
-    assert headline(story).startswith("kept 1 of 3 seeds · validation loss 2.300 -> 0.400 · +30.0% parameters")
+    assert headline(story).startswith("kept 1 of 3 seeds · validation loss 2.3000 → 0.4000 · +30.0% parameters")
 
 
 def test_the_report_compares_the_grown_model_with_its_twin() -> None:
@@ -255,12 +256,12 @@ def test_the_report_compares_the_grown_model_with_its_twin() -> None:
     compared = TwinCompared(samples=360, accuracy_difference=0.02, low=0.005, high=0.035)
     story, twin = summarise(eventful_run()), summarise([*eventful_run()[:2], finished, tested, compared])
     table = {row[0]: row[1:4] for row in comparison(story, twin)[1]}
-    assert table["validation loss"] == ("-0.2000", "0.4000", "0.6000")
-    assert table["test accuracy"] == ("+2.00 ±1.50 points", "90.00%", "88.00%")
-    assert table["parameters"] == ("+30.0%", "1,300", "1,000")
-    first = "validation loss 0.2000 below its twin's: 0.400 against 0.600 · kept 1 of 3 seeds · "
+    assert table["validation loss"] == ("0.4000", "0.6000", "-0.2000")
+    assert table["test accuracy"] == ("90.00%", "88.00%", "+2.00 ±1.50 points")
+    assert table["parameters"] == ("1,300", "1,000", "+30.0%")
+    first = "validation loss 0.2000 below its twin's: 0.4000 against 0.6000 · kept 1 of 3 seeds · "
     assert headline(story, twin).startswith(first), "what growing gained comes first"
-    assert "360 test samples: a difference in accuracy below 1.50 points may be chance" in about_chance(twin)[0]
+    assert "360 test samples: a difference in test accuracy below 1.50 points may be chance" in about_chance(twin)[0]
     assert not about_chance(summarise(eventful_run()[:2])), "it has not finished"
 
 
@@ -269,10 +270,10 @@ def test_the_report_shows_the_best_candidate_of_every_slot_in_the_last_probe() -
     promises = {"norm": 0.001, "conv3x3": 0.02, "film": 0.003, "attention": 0.0001}
     story = summarise([first, Probed(epoch=2, promises={"a": promises})])
     assert probe_rows(story) == [
-        ("2", "a", "conv3x3", "0.02000", ""),
-        ("2", "a", "film", "0.00300", ""),
-        ("2", "a", "norm", "0.00100", ""),
-        ("1", "b", "norm", "0.25000", ""),
+        ("2", "a", "conv3x3", "0.0200", ""),
+        ("2", "a", "film", "0.0030", ""),
+        ("2", "a", "norm", "0.0010", ""),
+        ("1", "b", "norm", "0.2500", ""),
     ]
     assert "Results of the probe" in render(summarise([*eventful_run(), first]), None, title="run", rent=RentConfig())
 
@@ -283,9 +284,9 @@ def test_the_report_says_why_a_candidate_was_passed_over_and_which_one_grew() ->
     events = [eventful_run()[0], probed, passed, entered(1, "a", "GERMINATED"), epoch(1, view("a", "HOLDING", "conv3x3"))]
     story = summarise(events)
     assert [row[2:] for row in probe_rows(story)] == [
-        ("norm", "0.04000", f"passed over: too dear {NASTY}"),
-        ("conv3x3", "0.03000", "grows"),
-        ("film", "0.02000", ""),
+        ("norm", "0.0400", f"passed over: too dear {NASTY}"),
+        ("conv3x3", "0.0300", "grows"),
+        ("film", "0.0200", ""),
     ]
     assert [row[2] for row in probe_rows(story, is_complete=True)] == ["norm", "conv3x3", "film", "attention"]
     page = render(story, None, title="run", rent=RentConfig())
@@ -314,7 +315,7 @@ def test_the_report_says_what_a_rollback_cost() -> None:
 def test_the_report_separates_the_cost_of_removal_from_the_gain_of_growing() -> None:
     story = summarise(eventful_run())
     page = render(story, None, title="run", rent=RentConfig())
-    table = next(part for part in re.findall(r"<table>.*?</table>", page, flags=re.DOTALL) if "why it ended so" in part)
+    table = next(part for part in re.findall(r"<table>.*?</table>", page, flags=re.DOTALL) if "cost of removal" in part)
     assert '<th class="number">cost of removal</th>' in table
     assert "more than the gain from growing it" in page
     for text in (page, " ".join(about_rent(story, RentConfig())), " ".join(LEDGER_HEADING), " ".join(ANALYTICS_HEADING)):
@@ -322,9 +323,9 @@ def test_the_report_separates_the_cost_of_removal_from_the_gain_of_growing() -> 
 
 
 def test_a_small_unit_of_the_loss_is_not_rounded_to_nothing() -> None:
-    assert gain_in_words(3.2e-6, 1.1e-6, 5.3e-6) == "+3.2e-06 [+1.1e-06, +5.3e-06]"
+    assert with_interval(3.2e-6, 1.1e-6, 5.3e-6) == "3.2e-06 [1.1e-06, 5.3e-06]"
     finished = msgspec.structs.replace(next(event for event in eventful_run() if isinstance(event, GrowthFinished)), val_loss=2.64e-5)
-    assert "validation loss 2.300 -> 2.6e-05" in result_in_words(finished)
+    assert "validation loss 2.3000 → 2.6e-05" in result_in_words(finished)
 
 
 def test_the_report_counts_skipped_steps_of_a_seed() -> None:
@@ -335,9 +336,9 @@ def test_the_report_counts_skipped_steps_of_a_seed() -> None:
 
 def test_the_rent_that_would_have_changed_a_decision_is_named() -> None:
     kept, pruned = about_rent(summarise(eventful_run()), RentConfig(parameters=0.02, flops=0.04))
-    assert "surely 0.0400, for a rent of 0.0100" in kept
-    assert "above rent.parameters 0.08 and rent.flops 0.16 it would not" in kept
-    assert "below rent.parameters 0.01 and rent.flops 0.02 it would have paid" in pruned
+    assert "the lower end of its cost of removal, 0.0400, is 4 times its rent, 0.0100" in kept
+    assert "At rent.parameters = 0.08 and rent.flops = 0.16 it would not have been kept" in kept
+    assert "It would have paid at rent.parameters = 0.01 and rent.flops = 0.02" in pruned
     assert "There is no rent" in about_rent(summarise(eventful_run()), RentConfig(parameters=0.0, flops=0.0))[0]
 
 
@@ -353,7 +354,7 @@ def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     assert {target[1:] for target in tags.targets} <= set(tags.ids)
     assert not re.search(r"https?://|@import", page)
     assert set(re.findall(r"url\((.)", page)) <= {"#"}
-    assert page.count("<svg") == 8, "loss, network, lives, two of gain, parameters, FLOPs and learning rate"
+    assert page.count("<svg") == 6, "loss, two of gain, parameters, FLOPs and learning rate"
 
 
 def test_names_given_by_users_are_escaped_in_the_page(tmp_path: Path) -> None:
@@ -367,7 +368,7 @@ def test_names_given_by_users_are_escaped_in_the_page(tmp_path: Path) -> None:
 
 def test_drawings_take_their_colours_from_a_light_and_a_dark_theme(tmp_path: Path) -> None:
     page = write_report(write_run(tmp_path, eventful_run())).read_text()
-    drawings = "".join(re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL))
+    drawings = "".join(re.findall(r"<svg.*?</svg>|<ol.*?</ol>", page, flags=re.DOTALL))
     used = set(re.findall(r"var\(--(\w+)\)", drawings))
     assert {"ink", "validation", "fossilized", "trouble"} <= used
     light, _, dark = page.partition("prefers-color-scheme: dark")
@@ -384,7 +385,7 @@ def test_equal_runs_give_equal_pages() -> None:
 def test_a_run_that_was_killed_has_a_report_too(tmp_path: Path, count: int) -> None:
     page = write_report(write_run(tmp_path, eventful_run()[:count])).read_text()
     assert "</html>" in page
-    assert "Before, after, cost" not in page
+    assert "Before and after" not in page
 
 
 def test_a_folder_without_a_training_is_refused(tmp_path: Path) -> None:
@@ -407,7 +408,7 @@ def with_metrics(events: list[Event], shift: float) -> list[Event]:
 def test_the_charts_hold_the_numbers_of_run_and_twin() -> None:
     story, twin = summarise(with_metrics(eventful_run(), 0.2)), summarise(with_metrics(eventful_run(), 0.1))
     loss, accuracy, *_ = charts_of(render(story, twin, title="run", rent=RentConfig()))
-    assert [line["name"] for line in loss["lines"]] == ["training", "validation", "validation of the twin, which never grew"]
+    assert [line["name"] for line in loss["lines"]] == ["training", "validation", "validation, twin"]
     assert loss["lines"][1]["y"] == pytest.approx([epoch.val_loss for epoch in story.epochs])
     assert {mark["name"].partition(":")[0] for mark in loss["marks"]} == {"germinated", "kept", "pruned", "rolled back to epoch 5"}
     assert accuracy["lines"][0]["y"] == pytest.approx([0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
@@ -438,15 +439,15 @@ def test_the_report_shows_every_stage_and_the_use_of_the_machine(tmp_path: Path)
     ]
     page = write_report(write_run(tmp_path, events)).read_text()
     figures = {name: value for value, name in re.findall(r"<strong>(.*?)</strong><span>(.*?)</span>", page)}
-    assert (figures["samples per second"], figures["per step"], figures["wait for data"]) == ("250", "4 ms", "0.5 s")
-    assert (figures["cores in use"], figures["memory"]) == ("1.5", "300 MiB")
+    assert (figures["samples per second"], figures["per step"], figures["wait for data"]) == ("250", "4 ms", "0.50 s")
+    assert (figures["cores in use"], figures["memory"]) == ("1.50", "300 MiB")
     assert page.count("<figcaption>Seconds per step</figcaption>") == 1
-    opened = re.search(r"<details><summary>every stage.*?</details>", page, flags=re.DOTALL)
+    opened = re.search(r"<summary>Every stage.*?</details>", page, flags=re.DOTALL)
     assert opened is not None
     text = Tags(opened[0]).text
     assert "2: conv3x3 after b" in text
     assert "it does not pay; alpha falls to 0" in text
-    assert "costs +0.0050 [-0.0050, +0.0150] if removed; rent 0.0100" in text
+    assert "cost of removal 0.0050 [-0.0050, 0.0150], rent 0.0100" in text
 
 
 def test_a_log_without_details_of_slots_does_not_claim_that_they_are_empty() -> None:
@@ -462,7 +463,7 @@ def test_the_first_figure_is_the_difference_to_the_twin() -> None:
     )
     page = render(summarise(events), twin, title="run", rent=RentConfig())
     figures = re.findall(r"<strong>(.*?)</strong><span>(.*?)</span>", page)
-    assert figures[:2] == [("-0.1000", "validation loss against the twin"), ("+2.00 ±1.00", "points of test accuracy against the twin")]
+    assert figures[:2] == [("-0.1000", "validation loss against the twin"), ("+2.00 ±1.00 points", "test accuracy against the twin")]
     alone = render(summarise(events), None, title="run", rent=RentConfig())
     assert re.findall(r"<strong>(.*?)</strong>", alone)[0] == "0.4000"
     assert "it is unknown how much of the result is due to growth" in alone
@@ -470,12 +471,11 @@ def test_the_first_figure_is_the_difference_to_the_twin() -> None:
 
 def test_the_network_is_drawn_with_its_seeds_and_their_cost_of_removal() -> None:
     page = render(summarise(eventful_run()), None, title="run", rent=RentConfig())
-    drawing = re.search(r'<svg[^>]*aria-label="the network and its slots".*?</svg>', page, flags=re.DOTALL)
+    drawing = re.search(r'<ol[^>]*aria-label="the network and its slots".*?</ol>', page, flags=re.DOTALL)
     assert drawing is not None
     text = Tags(drawing[0]).text
-    assert f"{NASTY}, fossilized, alpha" in text
-    assert "costs +0.0500" in text
-    assert "if removed now" in text
+    assert f"{NASTY}, kept, 2 epochs old" in text
+    assert "cost of removal 0.0500 ±0.0100, rent 0.0100" in text
     assert "empty, last: norm, rolled back" in text
 
 
@@ -515,9 +515,9 @@ def test_layers_that_became_wider_are_drawn_with_the_units_of_every_seed_that_is
             story.take(StageEntered(epoch=epoch, slot=slot, number=number, blueprint="widen_100", stage=entered, reason="test"))
     drawing = width_drawing(story)
     assert NASTY not in drawing
-    texts = [unescape(text) for text in re.findall(r"<text[^>]*>(.*?)</text>", drawing)]
-    assert texts == [f"{NASTY if len(NASTY) <= 36 else '…' + NASTY[-35:]}: 8 + 8 + 16 units", "head: 3 + 1 units"]
-    assert re.findall(r"fill=\"var\(--(\w+)\)\"><title>([^<]*)", drawing) == [
+    texts = [unescape(text) for text in re.findall(r"<span>(.*?)</span>", drawing)]
+    assert texts == [f"{NASTY}: 8 + 8 + 16 units", "head: 3 + 1 units"]
+    assert re.findall(r'background:var\(--(\w+)\)" title="([^"]*)', drawing) == [
         ("soft", "8 units at first"),
         ("fossilized", "8 units by widen_100 after epoch 4"),
         ("holding", "16 units by widen_100 after epoch 8"),

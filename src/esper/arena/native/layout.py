@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.arena.bots import SKILLS, Expertise, Tactics
 from esper.arena.config import BOTS, ArenaConfig, life_ticks, ticks
 from esper.arena.observe import CELL_M, MATERIAL_SIGNALS, VIEW, observation_width, state_width
 from esper.arena.routes import STEPS
+from esper.arena.skills import SKILLS, Expertise, Tactics
 from esper.arena.specs import CLASSES, CLIMB_M, CLOUDS, MATERIALS, PHYSICS, ROLES, WEAPONS, Material
 
 Floats = NDArray[np.float32]

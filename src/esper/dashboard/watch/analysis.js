@@ -1,40 +1,32 @@
 // What became of the blueprints of a run, and what its seeds are worth. Vue escapes all texts.
 
-import { format } from "./chart.js";
+import { figure, shortened, withInterval } from "./figures.js";
 
 const ROW = 26;
 const LEFT = 170;
 const WIDTH = 640;
 
-function signed(value) {
-  return value === null || value === undefined ? "–" : `${value < 0 ? "−" : "+"}${format(Math.abs(value), 3)}`;
-}
-
-function spread(value) {
-  return value.low === null || value.high === null ? "" : ` ±${format((value.high - value.low) / 2, 2)}`;
-}
-
 export const SeedAnalysis = {
   props: ["blueprints", "analysis", "folder", "isGrowth"],
   template: `
-<section v-if="blueprints.length" class="card" data-blueprints>
-  <header><h3>blueprints</h3></header>
+<details v-if="blueprints.length" class="card" data-blueprints :open="!isGrowth">
+  <summary>blueprints</summary>
   <div class="scroll"><table><thead><tr><th>blueprint</th><th v-for="name in heading" :key="name" class="number">{{ name }}</th></tr></thead>
     <tbody><tr v-for="row in blueprints" :key="row.blueprint" :data-blueprint="row.blueprint"><td>{{ row.blueprint }}</td>
       <td class="number">{{ row.tried }}</td><td class="number">{{ row.kept }}</td><td class="number">{{ row.pruned }}</td><td class="number">{{ row.rolled_back }}</td><td class="number">{{ total(row.refused) }}</td>
-      <td class="number">{{ signed(row.gain) }}{{ row.gain === null ? "" : spread({ low: row.gain_low, high: row.gain_high }) }}</td><td class="number">{{ row.cells }}</td>
-      <td class="number">{{ format(row.parameters) }}</td><td class="number">{{ format(row.flops) }}</td><td class="number">{{ signed(row.per_thousand) }}</td></tr></tbody></table></div>
+      <td class="number">{{ withInterval(row.gain, row.gain_low, row.gain_high, { isShort: true }) }}</td><td class="number">{{ row.cells }}</td>
+      <td class="number">{{ figure(row.parameters) }}</td><td class="number">{{ figure(row.flops) }}</td><td class="number">{{ figure(row.per_thousand) }}</td></tr></tbody></table></div>
   <details v-if="reasons.length"><summary>why seeds were removed, and actions that gates refused</summary>
     <ul class="log"><li v-for="(row, index) in reasons" :key="index"><b>{{ row.blueprint }}, {{ row.what }}, {{ row.times }}×</b> {{ row.why }}</li></ul></details>
-  <p class="quiet">Cost of removal: increase of the validation loss if the seed were removed, as measured last; mean over cells with its 95 % interval. A cell is a run, or a task and host of a controller's training. Weights and FLOPs are means of one seed.</p>
-</section>
-<section v-if="isGrowth && blueprints.length" class="card" data-analysis>
-  <header><h3>worth of the seeds</h3></header>
+  <p class="quiet">Cost of removal: rise of the validation loss if the seed were removed, as measured last; mean over cells with its 95 % interval. A cell is a run, or a task and host of a controller's training. Parameters and FLOPs are means of one seed.</p>
+</details>
+<details v-if="isGrowth && blueprints.length" class="card" data-analysis :open="Boolean(analysis)">
+  <summary>worth of the seeds</summary>
   <p v-if="!analysis" class="quiet">Shapley values and the interaction of seeds are not measured yet. Measure them with: esper analyse {{ folder }}</p>
   <p v-else-if="analysis.problem" class="quiet">{{ analysis.problem }}</p>
   <template v-else>
     <div v-for="measure in analysis.measures" :key="measure.name" :data-measure="measure.name" style="margin-bottom: 16px">
-      <h4>{{ measure.name }}: {{ format(measure.without) }} without seeds, {{ format(measure.with_all) }} with all</h4>
+      <h4>{{ measure.name }}: {{ figure(measure.without) }} without seeds, {{ figure(measure.with_all) }} with all</h4>
       <div class="scroll"><svg :width="width" :height="row * analysis.seeds.length + 8" role="img" :aria-label="'Shapley values, ' + measure.name">
         <g v-for="(bar, index) in bars(measure)" :key="index" :data-shapley="bar.name"><title>{{ bar.title }}</title>
           <text :x="left - 8" :y="row * index + 19" text-anchor="end">{{ bar.label }}</text>
@@ -45,12 +37,12 @@ export const SeedAnalysis = {
       <div v-if="measure.pairs.length" class="scroll"><table style="width: auto"><thead><tr><th>interaction</th><th v-for="seed in analysis.seeds" :key="seed.name" class="number">{{ seed.name }}</th></tr></thead>
         <tbody><tr v-for="one in analysis.seeds" :key="one.name"><td>{{ one.name }}</td><td v-for="other in analysis.seeds" :key="other.name" class="number" :style="shade(measure, one.name, other.name)">{{ pair(measure, one.name, other.name) }}</td></tr></tbody></table></div>
     </div>
-    <p class="quiet">The Shapley value of a seed is its mean gain over all orders in which the seeds could be added; the values sum to the gain of all seeds. For a metric, gain means its increase. Interaction: + the two help each other, − they do the same work; a star marks intervals without 0. {{ analysis.about }}</p>
+    <p class="quiet">The Shapley value of a seed is its mean gain over all orders in which the seeds could be added; the values sum to the gain of all seeds. For a metric, gain means its increase. Interaction: + the two help each other, - they do the same work; a star marks intervals without 0. {{ analysis.about }}</p>
   </template>
-</section>`,
+</details>`,
   created() {
-    this.heading = ["tried", "kept", "pruned", "rolled back", "refused", "cost of removal", "cells", "weights", "FLOPs", "per 1,000 weights"];
-    Object.assign(this, { format, signed, spread, row: ROW, left: LEFT, width: WIDTH });
+    this.heading = ["tried", "kept", "pruned", "rolled back", "refused", "cost of removal", "cells", "parameters", "FLOPs", "cost per 1,000 parameters"];
+    Object.assign(this, { figure, withInterval, row: ROW, left: LEFT, width: WIDTH });
   },
   computed: {
     reasons() {
@@ -77,12 +69,12 @@ export const SeedAnalysis = {
       const at = this.scale(measure);
       return this.analysis.seeds.map((seed) => {
         const value = measure.shapley[seed.name];
-        const text = value.estimate === null ? "not finite" : `${signed(value.estimate)}${spread(value)}`;
+        const text = value.estimate === null ? "not finite" : withInterval(value.estimate, value.low, value.high, { sign: "+", isShort: true });
         const place = at(value.estimate ?? 0);
         return {
           name: seed.name,
-          label: seed.name.length > 26 ? `…${seed.name.slice(-25)}` : seed.name,
-          title: `${seed.name}, ${seed.blueprint}, ${seed.outcome}: ${text}; if removed now ${signed(measure.removal[seed.name].estimate)}, alone ${signed(measure.alone[seed.name].estimate)}`,
+          label: shortened(seed.name, 26),
+          title: `${seed.name}, ${seed.blueprint}, ${seed.outcome}: ${text}; cost of removal ${figure(measure.removal[seed.name].estimate)}, alone ${figure(measure.alone[seed.name].estimate, 4, "+")}`,
           text,
           x: Math.min(place, at(0)),
           width: Math.abs(place - at(0)),
@@ -99,7 +91,7 @@ export const SeedAnalysis = {
       const value = this.found(measure, one, other);
       if (!value) return "";
       const isSure = value.low !== null && value.high !== null && (value.low > 0 || value.high < 0);
-      return value.estimate === null ? "not finite" : `${signed(value.estimate)}${isSure ? "*" : ""}`;
+      return value.estimate === null ? "not finite" : `${figure(value.estimate, 4, "+")}${isSure ? "*" : ""}`;
     },
     shade(measure, one, other) {
       const value = this.found(measure, one, other)?.estimate ?? 0;

@@ -2,23 +2,19 @@
 
 import { echarts } from "nicegui-echart";
 
+import { compact, figure } from "./figures.js";
+
 // Colours of Okabe and Ito, which people with any colour vision can tell apart.
 export const PALETTE = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8a7a00", "#7a7a7a"];
-const MARKS = { grows: "#0072b2", kept: "#009e73", pruned: "#e69f00", "rolled back": "#d55e00" };
+const DASHES = "path://M0,0h5v2h-5z M8,0h5v2h-5z M16,0h5v2h-5z"; // of a dashed line in the legend
 const MOST = 600; // points of a mean over runs
 const FEW = 12; // a line with fewer points shows each of them
+const FEW_MARKS = 6; // so many marks have their words beside them
 const SOONEST_MS = 250; // while a run trains, charts are painted at most this often
 const LATEST_MS = 500; // and at least this often, so that a new point is seen within a second
 const SHARE = 0.04; // of a core that painting may take in between
 const WHOLE_MS = 10_000; // in between, new points are added to a chart, which takes a tenth of the time of painting all of it
 const ROOM = 0.04; // of the x axis that is kept free for them, at most
-
-export function format(value, digits = 4) {
-  if (value === null || value === undefined || Number.isNaN(value)) return "–";
-  const size = Math.abs(value);
-  if (value !== 0 && (size >= 1e6 || size < 1e-3)) return value.toExponential(2);
-  return Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 6 });
-}
 
 // Exponential moving average with the bias of the start removed; missing values stay missing.
 export function smooth(values, weight) {
@@ -179,7 +175,7 @@ export class LineChart {
   // lines: [{label, color, dashed, dots, seeds, points: [[x, y], ...], band: [[x, low, high], ...]}], marks: [{x, what, text}]
   draw(lines, options) {
     // The same in words, for people who hear the page.
-    const said = lines.map((line) => `${line.label}${line.seeds > 1 ? `, ${line.seeds} seeds` : ""} ${format(line.points.at(-1)[1])} at ${format(line.points.at(-1)[0])}${line.band?.length ? ` [${format(line.band.at(-1)[1])}, ${format(line.band.at(-1)[2])}]` : ""}`);
+    const said = lines.map((line) => `${line.label}${line.seeds > 1 ? `, ${line.seeds} seeds` : ""} ${figure(line.points.at(-1)[1])} at ${figure(line.points.at(-1)[0])}${line.band?.length ? ` [${figure(line.band.at(-1)[1])}, ${figure(line.band.at(-1)[2])}]` : ""}`);
     this.element.ariaLabel = [`${this.title} by ${options.xName}${options.isLog ? ", logarithmic" : ""}`, ...said].join("; ");
     this.latest = [lines, options];
     if (!this.isVisible) return;
@@ -249,7 +245,7 @@ export class LineChart {
     const ink = isDark ? "#d5dce4" : "#2b333c";
     const soft = isDark ? "#7d8894" : "#77818c";
     const grid = isDark ? "#262d36" : "#e7eaee";
-    const axis = { axisLine: { lineStyle: { color: soft } }, axisLabel: { color: soft, hideOverlap: true, formatter: shortNumber }, splitNumber: 4, splitLine: { lineStyle: { color: grid } } };
+    const axis = { axisLine: { lineStyle: { color: soft } }, axisLabel: { color: soft, hideOverlap: true, formatter: compact }, splitNumber: 4, splitLine: { lineStyle: { color: grid } } };
     const series = lines.map((line) => ({
       type: "line",
       name: safeName(line.label),
@@ -270,8 +266,8 @@ export class LineChart {
         data: marks.map((mark) => ({
           xAxis: mark.x,
           name: mark.text,
-          lineStyle: { color: MARKS[mark.what] ?? soft, type: "solid", width: 1, opacity: 0.55 },
-          label: { show: false },
+          lineStyle: { color: getComputedStyle(this.element).getPropertyValue(`--${mark.stage}`) || soft, type: "solid", width: 1.5, opacity: 0.8 },
+          label: { show: marks.length <= FEW_MARKS && most > 420, formatter: mark.what, color: soft, fontSize: 10 },
           emphasis: { label: { show: true, formatter: mark.text, color: ink }, lineStyle: { width: 2, opacity: 1 } },
         })),
       };
@@ -290,15 +286,15 @@ export class LineChart {
     this.chart.setOption(
       {
         animation: false,
-        grid: { left: 8, right: 18, top: 30, bottom: 22, containLabel: true },
-        legend: { top: 0, left: 0, icon: "roundRect", itemHeight: 4, itemWidth: 14, padding: [0, 5], textStyle: { color: ink, fontSize: 11, lineHeight: 20 }, type: "scroll", pageIconColor: soft, pageTextStyle: { color: soft } },
+        grid: { left: 8, right: 18, top: 40, bottom: 22, containLabel: true },
+        legend: { data: series.map((one, index) => ({ name: one.name, icon: lines[index].dashed ? DASHES : "roundRect" })), top: 0, left: 0, itemHeight: 3, itemWidth: 20, padding: [0, 5], textStyle: { color: ink, fontSize: 11, lineHeight: 20 }, type: "scroll", pageIconColor: soft, pageTextStyle: { color: soft } },
         tooltip: {
           trigger: "axis",
           confine: true,
           backgroundColor: isDark ? "#1a2028" : "#ffffff",
           borderColor: grid,
           textStyle: { color: ink, fontSize: 12 },
-          valueFormatter: (value) => format(value),
+          valueFormatter: (value) => figure(value),
         },
         xAxis: { type: "value", name: xName, nameLocation: "middle", nameGap: 24, nameTextStyle: { color: soft, fontSize: 11 }, min: "dataMin", max, ...axis, axisLine: { onZero: false, lineStyle: { color: soft } }, splitLine: { show: false } },
         yAxis: { type: isLog ? "log" : "value", scale: true, ...edges, ...axis, axisLine: { show: false, onZero: false }, axisTick: { show: false } },
@@ -324,12 +320,4 @@ function roundEdges(reach, values, isLog) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
   return { min: Math.floor(low / step) * step, max: Math.ceil(high / step) * step, interval: step };
-}
-
-function shortNumber(value) {
-  const size = Math.abs(value);
-  const units = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]];
-  const unit = units.find(([least]) => size >= least);
-  if (unit) return `${Number((value / (unit[1] === "k" ? 1e3 : unit[0])).toPrecision(3))} ${unit[1]}`;
-  return size !== 0 && size < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(4)));
 }

@@ -1,7 +1,8 @@
 // Parts of the pages as Vue components: charts with their controls, and the hosts of a controller's training.
 
-import { LineChart, at, format, meanOf, smooth } from "./chart.js";
+import { LineChart, at, meanOf, smooth } from "./chart.js";
 import { STAGES, lifeSvg, timelineSvg } from "./drawing.js";
+import { figure } from "./figures.js";
 
 // Axis -> its name under a chart.
 export const AXES = { step: "step", time: "hours", samples: "samples", flops: "GFLOPs" };
@@ -12,14 +13,14 @@ const PROGRESS = { samples: "@samples", flops: "@gflops" }; // series that the s
 // of runs with other seeds, and `axes` are names of axes. With `x` = {column, name, isCourse} the chart has an axis of its own, a column of the
 // series. Unless `isCourse`, its points do not follow one another in time. A line with `isDiagonal` joins the points where y equals x.
 export const SeriesChart = {
-  props: ["title", "lines", "store", "version", "controls", "isDark", "marks", "note", "choices", "choice"],
+  props: ["title", "lines", "store", "version", "controls", "isDark", "marks", "note", "choices", "choice", "mayBeLog"],
   emits: ["choose"],
-  data: () => ({ isLog: false, isEmpty: false }),
+  data: () => ({ isLog: null, isEmpty: false, hasLog: false }), // isLog null: by the values
   template: `
 <section class="card chart" :data-chart="title">
   <header><h3>{{ title }}</h3><span class="spacer"></span>
     <select v-if="choices" :value="choice" @change="$emit('choose', $event.target.value)" :aria-label="title + ' by'"><option v-for="name in choices" :key="name">{{ name }}</option></select>
-    <button type="button" class="tiny" :class="{ 'is-on': isLog }" :aria-pressed="isLog" @click="isLog = !isLog" title="logarithmic axis">log</button></header>
+    <button type="button" class="tiny" :class="{ 'is-on': hasLog }" :aria-pressed="hasLog" @click="isLog = !hasLog" title="logarithmic axis">log</button></header>
   <div class="plot" ref="plot" role="img" :aria-label="title"></div>
   <p v-if="isEmpty" class="quiet over">No values yet.</p>
   <p v-if="note" class="quiet">{{ note }}</p>
@@ -121,9 +122,13 @@ export const SeriesChart = {
         drawn.push({ ...line, points: [Math.min(...places), Math.max(...places)].map((end) => [end, end]) });
       }
       this.isEmpty = !drawn.length;
+      // As in the report: logarithmic where that helps, which is where positive values differ by more than a factor of 5.
+      const ys = this.isLog === null && this.mayBeLog ? drawn.flatMap((line) => line.points.map((point) => point[1])) : [];
+      const [least, most] = ys.reduce(([low, high], y) => [Math.min(low, y), Math.max(high, y)], [Infinity, -Infinity]);
+      this.hasLog = this.isLog ?? (least > 0 && most > 5 * least);
       const marks = (this.marks ?? []).map((mark) => ({ ...mark, x: this.places(this.lines[0], [mark.x], [this.timeOf(mark.x)])[0] })).filter((mark) => mark.x !== null);
       this.chart.title = this.title;
-      this.chart.draw(drawn, { isDark: this.isDark, isLog: this.isLog, xName: this.lines[0]?.x?.name ?? this.lines[0]?.axes?.[this.controls.axis] ?? AXES[this.controls.axis], marks });
+      this.chart.draw(drawn, { isDark: this.isDark, isLog: this.hasLog, xName: this.lines[0]?.x?.name ?? this.lines[0]?.axes?.[this.controls.axis] ?? AXES[this.controls.axis], marks });
     },
     timeOf(step) {
       const series = this.store.get(this.lines[0].run, this.lines[0].name);
@@ -141,26 +146,26 @@ export const HostLives = {
   <header><h3>hosts of round {{ round }}</h3><span class="spacer"></span>
     <label v-if="rounds.length > 1">round <select :value="round" @change="choose(Number($event.target.value))" aria-label="round"><option v-for="number in rounds" :key="number" :value="number">{{ number }}{{ number === rounds.at(-1) ? ', the newest' : '' }}</option></select></label></header>
   <p v-if="!rounds.length" class="quiet">The first round is under way. Its hosts appear here when they have reached their horizon.</p>
-  <p v-else class="quiet">Validation loss of each host (solid) beside its twin, the same host decided for as the policy is advised (dashed). Dots: a seed grew (light blue), was kept (green) or pruned (orange).</p>
+  <p v-else class="quiet">Validation loss of each host (solid) beside its twin, the same host decided for as the policy is advised (dashed). Dots: a seed germinated (blue), was kept (green) or pruned (orange).</p>
   <div class="lives">
     <button v-for="(life, index) in lives" :key="index" type="button" class="life-card" :class="{ 'is-on': opened === index }" :aria-expanded="opened === index" :data-host="life.env" @click="opened = opened === index ? null : index">
       <span v-html="small(life)"></span>
       <small>{{ life.rent_level }} rent · {{ life.kept }}/{{ life.grown }} kept</small>
-      <b :class="{ 'is-good': worth(life) > 0, 'is-bad': worth(life) < 0 }">{{ worth(life) > 0 ? '+' : '' }}{{ format(worth(life), 2) }}</b>
+      <b :class="{ 'is-good': worth(life) > 0, 'is-bad': worth(life) < 0 }">{{ figure(worth(life), 4, '+') }}</b>
     </button>
   </div>
   <div v-if="life" class="detail" data-life>
-    <h4>host {{ life.env }}: {{ life.task }}, {{ life.host }}, {{ life.rent_level }} rent ({{ format(life.rent_parameters, 2) }})</h4>
-    <p>utility {{ format(life.utility) }} = gain {{ format(life.gain) }} − rent {{ format(life.rent) }}, both in comparison with the twin · {{ life.rollbacks }} rollbacks · last loss {{ format(life.val_losses.at(-1)) }}, twin {{ format(life.twin_losses.at(-1)) }}</p>
+    <h4>host {{ life.env }}: {{ life.task }}, {{ life.host }}, {{ life.rent_level }} rent ({{ figure(life.rent_parameters) }})</h4>
+    <p>utility {{ figure(life.utility) }} = gain {{ figure(life.gain) }} − rent {{ figure(life.rent) }}, both in comparison with the twin · {{ life.rollbacks }} rollbacks · last loss {{ figure(life.val_losses.at(-1)) }}, twin {{ figure(life.twin_losses.at(-1)) }}</p>
     <p data-others>{{ life.others.length ? 'Not as advised: ' + life.others.join('; ') : 'Decided as advised' }}.</p>
     <p v-if="!life.seeds.length" class="quiet">{{ life.grown ? 'The log has no stages of its seeds.' : 'The controller grew nothing in this host.' }}</p>
     <div v-else class="scroll" v-html="timeline(life)"></div>
-    <ol class="log"><template v-for="seed in life.seeds" :key="seed.number"><li v-for="(entry, index) in seed.stages" :key="index"><b>seed {{ seed.number }}, segment {{ entry.epoch }}: {{ stages[entry.stage]?.word ?? entry.stage }}</b> {{ seed.blueprint }} after {{ seed.slot }}: {{ entry.reason }}</li></template></ol>
+    <ol class="log"><template v-for="seed in life.seeds" :key="seed.number"><li v-for="(entry, index) in seed.stages" :key="index"><b>seed {{ seed.number }}, segment {{ entry.epoch }}: {{ stages[entry.stage] ?? entry.stage }}</b> {{ seed.blueprint }} after {{ seed.slot }}: {{ entry.reason }}</li></template></ol>
   </div>
 </section>`,
   created() {
     const worth = (life) => life.utility === null ? null : Math.round(1e4 * life.utility) / 1e4; // lives that are decided alike may differ by their last bits
-    Object.assign(this, { format, worth, stages: STAGES, small: lifeSvg, timeline: (life) => timelineSvg(life.seeds, Math.max(life.horizon, 1)) });
+    Object.assign(this, { figure, worth, stages: STAGES, small: lifeSvg, timeline: (life) => timelineSvg(life.seeds, Math.max(life.horizon, 1)) });
     this.load();
   },
   computed: {

@@ -1,22 +1,16 @@
 // Drawings as SVG: the growing network, the lives of its seeds, and the small curves of a table. All texts go through `escape`.
 
-export const STAGES = {
-  DORMANT: { color: "#9aa4ae", word: "empty" },
-  GERMINATED: { color: "#56b4e9", word: "germinated" },
-  TRAINING: { color: "#56b4e9", word: "learns in the shadow" },
-  BLENDING: { color: "#cc79a7", word: "blends" },
-  HOLDING: { color: "#e69f00", word: "on probation" },
-  FOSSILIZED: { color: "#009e73", word: "kept" },
-  PRUNED: { color: "#d55e00", word: "pruned" },
-  EMBARGOED: { color: "#7a7a7a", word: "under embargo" },
-};
+import { figure, shortened, withInterval } from "./figures.js";
+
+// Stage -> its word, as `esper.runs.stages` has them; the page fills it in. The colours are CSS variables with the names of the stages.
+export const STAGES = {};
+
+const NAME = 24; // characters of a name in the network
+
+export const colourOf = (stage) => `var(--${String(stage).toLowerCase()})`;
 
 export function escape(text) {
   return String(text).replace(/[&<>"']/g, (letter) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;" })[letter]);
-}
-
-function short(text, most) {
-  return text.length > most ? `${text.slice(0, most - 1)}…` : text;
 }
 
 export function sparkline(values, { width = 96, height = 22 } = {}) {
@@ -31,56 +25,47 @@ export function sparkline(values, { width = 96, height = 22 } = {}) {
 // parameters are many. A seed that adds width (kind "width") makes its module taller, by its share of the host's parameters. Both are filled
 // up to their alpha, in the colour of their stage.
 export function networkSvg(slots, hostParameters) {
-  const step = 148;
-  const width = Math.max(slots.length, 1) * step + 130;
-  const base = slots.some((slot) => slot.blueprint) ? 176 : 56; // seeds are drawn above the modules
+  const longest = Math.max(0, ...slots.flatMap((slot) => [slot.slot, slot.blueprint ?? ""]).map((name) => Math.min(name.length, NAME)));
+  const box = Math.max(104, 7.5 * longest + 12);
+  const step = box + (slots.some((slot) => slot.blueprint) ? 70 : 30);
+  const width = Math.max(slots.length, 1) * step + 70;
+  const base = slots.some((slot) => slot.blueprint) ? 176 : 40; // seeds are drawn above the modules
   const parts = [`<line x1="34" y1="${base}" x2="${width - 34}" y2="${base}" class="wire"/>`, `<circle cx="26" cy="${base}" r="6" class="port"/>`, `<circle cx="${width - 26}" cy="${base}" r="6" class="port"/>`];
   slots.forEach((slot, index) => {
-    const x = 70 + index * step;
-    const stage = STAGES[slot.stage] ?? STAGES.DORMANT;
+    const x = 50 + (step - box) / 2 + index * step;
+    const middle = x + box / 2;
+    const [word, colour] = [STAGES[slot.stage] ?? slot.stage, colourOf(slot.stage)];
     const isAlphaKnown = slot.alpha !== null && slot.alpha !== undefined;
-    const title = [`${slot.slot}: ${stage.word}`, ...(slot.blueprint ? [slot.blueprint] : []), ...(slot.blueprint && isAlphaKnown ? [`alpha ${Number(slot.alpha).toFixed(2)}`] : [])].join(", ");
-    parts.push(`<g class="slot" data-slot="${escape(slot.slot)}" tabindex="0" role="button" aria-label="${escape(title)}"><title>${escape(title)}</title>`);
     const alpha = Math.min(Math.max(Number(slot.alpha ?? 0), 0), 1);
+    const title = [`${slot.slot}: ${word}`, ...(slot.blueprint ? [slot.blueprint] : []), ...(slot.blueprint && isAlphaKnown ? [`alpha ${alpha.toFixed(2)}`] : [])].join(", ");
+    parts.push(`<g class="slot" data-slot="${escape(slot.slot)}" tabindex="0" role="button" aria-label="${escape(title)}"><title>${escape(title)}</title>`);
+    const text = (y, words, look = "note", style = "") => parts.push(`<text x="${middle}" y="${y}" class="${look}"${style}>${escape(words)}</text>`);
     const isWide = slot.blueprint && slot.kind === "width";
-    if (isWide) parts.push(wideSeed(slot, alpha, x, base, stage, hostParameters));
-    parts.push(`<rect x="${x}" y="${base - 16}" width="104" height="32" rx="6" class="module"/>`);
-    parts.push(`<text x="${x + 52}" y="${base + 4}" class="name">${escape(short(slot.slot, 15))}</text>`);
-    if (slot.blueprint && !isWide) {
-      const share = Math.min((slot.parameters ?? 0) / Math.max(hostParameters ?? 1, 1), 1.5);
-      const size = Math.max(64 + Math.round(40 * Math.min(share, 1)), 7 * short(slot.blueprint, 14).length + 14);
-      const left = x + 52 - size / 2;
-      parts.push(`<path d="M ${x - 14} ${base} C ${x - 14} ${base - 70}, ${left - 6} ${base - 84}, ${left} ${base - 84}" class="branch" stroke="${stage.color}"/>`);
-      parts.push(`<path d="M ${left + size} ${base - 84} C ${left + size + 6} ${base - 84}, ${x + 118} ${base - 70}, ${x + 118} ${base}" class="branch" stroke="${stage.color}"/>`);
-      parts.push(`<rect x="${left}" y="${base - 104}" width="${size}" height="40" rx="6" class="seed" stroke="${stage.color}"/>`);
-      parts.push(`<rect x="${left}" y="${base - 64 - 40 * alpha}" width="${size}" height="${40 * alpha}" rx="6" fill="${stage.color}" opacity="0.35"/>`);
-      parts.push(`<text x="${x + 52}" y="${base - 80}" class="name">${escape(short(slot.blueprint, 14))}</text>`);
-    }
+    const share = Math.min((slot.parameters ?? 0) / Math.max(hostParameters ?? 1, 1), 1);
     if (slot.blueprint) {
-      parts.push(`<text x="${x + 52}" y="${base - 114}" class="note" style="fill: ${stage.color}">${escape(stage.word)}${isAlphaKnown ? ` · α ${alpha.toFixed(2)}` : ""}</text>`);
-      if (slot.gain !== null && slot.gain !== undefined) {
-        const [gain, low, high] = [slot.gain, slot.gain_low, slot.gain_high].map((value) => Number(value).toPrecision(2));
-        parts.push(`<text x="${x + 52}" y="${base - 130}" class="note">${gain} [${low}, ${high}]</text>`);
+      // A wider module is a strip above it; a branch leaves the wire before its slot and comes back behind it.
+      const height = isWide ? 26 + Math.round(60 * share) : 40;
+      const [left, top, size] = isWide ? [x, base - 12 - height, box] : [x + 8 - 12 * share, base - 104, box - 16 + 24 * share];
+      if (!isWide) {
+        parts.push(`<path d="M ${x - 16} ${base} C ${x - 16} ${base - 70}, ${left - 6} ${base - 84}, ${left} ${base - 84}" class="branch" stroke="${colour}"/>`);
+        parts.push(`<path d="M ${left + size} ${base - 84} C ${left + size + 6} ${base - 84}, ${x + box + 16} ${base - 70}, ${x + box + 16} ${base}" class="branch" stroke="${colour}"/>`);
       }
-      if (slot.age !== undefined) parts.push(`<text x="${x + 52}" y="${base + 34}" class="note">age ${Number(slot.age ?? 0)} · ${Number(slot.parameters ?? 0).toLocaleString("en")} weights</text>`);
-    } else if (slot.stage !== "DORMANT") {
-      parts.push(`<text x="${x + 52}" y="${base - 26}" class="note" style="fill: ${stage.color}">${escape(stage.word)}</text>`);
+      parts.push(`<rect x="${left}" y="${top}" width="${size}" height="${height}" rx="6" class="seed" stroke="${colour}"${isWide ? ' data-kind="width"' : ""}/>`);
+      parts.push(`<rect x="${left}" y="${top + height * (1 - alpha)}" width="${size}" height="${height * alpha}" rx="6" fill="${colour}" opacity="0.35"/>`);
+      text(isWide ? top + 16 : base - 80, shortened(slot.blueprint, NAME), "name");
+      text(base - 114, `${word}${isAlphaKnown && alpha < 1 ? ` · alpha ${alpha.toFixed(2)}` : ""}`, "note", ` style="fill: ${colour}"`);
+      if (slot.gain !== null && slot.gain !== undefined) {
+        text(base - 146, "cost of removal");
+        text(base - 130, withInterval(slot.gain, slot.gain_low, slot.gain_high, { isShort: true }));
+      }
+      if (slot.age !== undefined) text(base + 34, `${figure(slot.parameters ?? 0)} parameters`);
     }
+    parts.push(`<rect x="${x}" y="${base - 16}" width="${box}" height="32" rx="6" class="module"/>`);
+    text(base + 4, shortened(slot.slot, NAME), "name");
+    if (!slot.blueprint && slot.stage !== "DORMANT") text(base - 26, word, "note", ` style="fill: ${colour}"`);
     parts.push("</g>");
   });
-  return `<svg class="network" viewBox="0 0 ${width} ${base + 50}" width="${width}" height="${base + 50}" role="img" aria-label="the network with its slots">${parts.join("")}</svg>`;
-}
-
-// The part that a seed of kind "width" adds to its module: a strip above it, filled up to its alpha.
-function wideSeed(slot, alpha, x, base, stage, hostParameters) {
-  const share = Math.min((slot.parameters ?? 0) / Math.max(hostParameters ?? 1, 1), 1);
-  const height = 26 + Math.round(60 * share);
-  const top = base - 12 - height;
-  return (
-    `<rect x="${x}" y="${top}" width="104" height="${height}" rx="6" class="seed" stroke="${stage.color}" data-kind="width"/>` +
-    `<rect x="${x}" y="${top + height * (1 - alpha)}" width="104" height="${height * alpha}" rx="6" fill="${stage.color}" opacity="0.35"/>` +
-    `<text x="${x + 52}" y="${top + 15}" class="name">${escape(short(slot.blueprint, 14))}</text>`
-  );
+  return `<svg class="network" viewBox="0 0 ${width} ${base + 44}" width="${width}" height="${base + 44}" role="img" aria-label="the network with its slots">${parts.join("")}</svg>`;
 }
 
 // The life of one host, small: its validation losses beside those of its twin, and the moments when seeds grew, were kept or were pruned.
@@ -98,7 +83,7 @@ export function lifeSvg(life, { width = 150, height = 56 } = {}) {
   for (const seed of life.seeds) {
     for (const entry of seed.stages) {
       if (!["GERMINATED", "FOSSILIZED", "PRUNED"].includes(entry.stage)) continue;
-      parts.push(`<circle cx="${x(entry.epoch).toFixed(1)}" cy="4" r="3" fill="${STAGES[entry.stage].color}"/>`);
+      parts.push(`<circle cx="${x(entry.epoch).toFixed(1)}" cy="4" r="3" fill="${colourOf(entry.stage)}"/>`);
     }
   }
   return `<svg width="${width}" height="${height}" viewBox="0 0 ${width} ${height}" aria-hidden="true">${parts.join("")}</svg>`;
@@ -107,23 +92,21 @@ export function lifeSvg(life, { width = 150, height = 56 } = {}) {
 // One bar per seed from its birth to its end, in the colours of its stages.
 export function timelineSvg(seeds, epochs) {
   const row = 26;
-  const left = 220;
-  const width = 760;
+  const names = seeds.map((seed) => shortened(`${seed.number} ${seed.blueprint} after ${seed.slot}, ${seed.outcome}`, 52));
+  const left = 16 + 5.8 * Math.max(0, ...names.map((name) => name.length));
+  const width = left + 560;
   const x = (epoch) => left + (epoch / Math.max(epochs, 1)) * (width - left - 16);
   const parts = [];
   seeds.forEach((seed, index) => {
     const y = 8 + index * row;
     parts.push(`<g class="life" data-seed="${seed.number}" tabindex="0" role="button" aria-label="seed ${seed.number}">`);
-    parts.push(`<text x="0" y="${y + 14}" class="name-left">${seed.number} ${escape(short(`${seed.blueprint} · ${seed.slot}`, 24))} <tspan class="note-left">${escape(seed.outcome)}</tspan></text>`);
-    const end = seed.ended ?? epochs;
+    parts.push(`<text x="0" y="${y + 14}" class="name-left">${escape(names[index])}</text>`);
+    const last = seed.outcome === "kept" || seed.ended === null ? epochs : seed.ended;
     seed.stages.forEach((entry, number) => {
-      const next = Math.min(seed.stages[number + 1]?.epoch ?? end, end);
-      const stage = STAGES[entry.stage] ?? STAGES.DORMANT;
-      if (next > entry.epoch) {
-        parts.push(`<rect x="${x(entry.epoch)}" y="${y}" width="${Math.max(x(next) - x(entry.epoch), 2)}" height="18" rx="3" fill="${stage.color}" opacity="0.85"><title>${escape(`${stage.word} from epoch ${entry.epoch}: ${entry.reason}`)}</title></rect>`);
-      }
+      const next = Math.min(seed.stages[number + 1]?.epoch ?? last, last);
+      const title = `${STAGES[entry.stage] ?? entry.stage} from epoch ${entry.epoch}: ${entry.reason}`;
+      if (next > entry.epoch) parts.push(`<rect x="${x(entry.epoch)}" y="${y}" width="${Math.max(x(next) - x(entry.epoch), 2)}" height="18" rx="3" fill="${colourOf(entry.stage)}" opacity="0.85"><title>${escape(title)}</title></rect>`);
     });
-    if (seed.outcome === "kept") parts.push(`<rect x="${x(end)}" y="${y + 6}" width="${x(epochs) - x(end)}" height="6" fill="${STAGES.FOSSILIZED.color}"><title>kept since epoch ${end}</title></rect>`);
     parts.push("</g>");
   });
   const bottom = 14 + seeds.length * row;

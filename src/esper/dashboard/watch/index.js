@@ -2,6 +2,7 @@
 export { HostLives, SeriesChart, AXES } from "./components.js";
 export { SeedAnalysis } from "./analysis.js";
 export { SeriesStore } from "./store.js";
-export { LineChart, PALETTE, at, format, meanOf, smooth } from "./chart.js";
+export { LineChart, PALETTE, at, meanOf, smooth } from "./chart.js";
+export { compact, figure, percent, points, withInterval } from "./figures.js";
 export { ReplayList } from "./replays.js";
 export { lifeSvg, networkSvg, timelineSvg, sparkline, STAGES } from "./drawing.js";

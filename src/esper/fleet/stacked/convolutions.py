@@ -5,7 +5,7 @@
     unfolded    all windows copied side by side, then one batched product [N, O, C·K] × [N, C·K, S...·B]: fastest on CPUs
 
 The unfolded convolution keeps the samples innermost in memory (its output is a permuted view of [N, O, S..., B]). So a window is copied in
-runs of B numbers, and the norm, activation and pooling after it read contiguous memory. benchmarks/fleet_layers.py measures the grouped and
+runs of B numbers, and the norm, activation and pooling after it read contiguous memory. benchmarks/fleet/layers.py measures the grouped and
 the unfolded one.
 
 Shapes: B = samples, N = hosts, C = channels, O = output channels, S... = one or two dimensions of space, K = positions of the kernel.

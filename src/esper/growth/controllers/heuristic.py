@@ -53,7 +53,7 @@ from esper.growth.lifecycle.stages import (
     Stage,
 )
 from esper.growth.measure.contribution import Allowance, total, why_undecided
-from esper.text_table import figure
+from esper.text_table import counted, figure
 
 FIRST_LOOK = 2  # earliest epoch of the first check
 PATIENCE = 3  # a seed is pruned only after this many times `holding_epochs`, because some seeds become useful late, but then if it is open
@@ -258,19 +258,19 @@ def starvation(state: GrowthState, rules: HeuristicConfig) -> Starvation:
     """Judge from the losses whether more capacity would help."""
     assert state.scale is not None  # known after the first epoch
     scale, train, val = state.scale, state.train_losses[-1], state.val_losses[-1]
-    is_now = f"its training loss is {figure(train, 3)}"
+    is_now = f"its training loss is {figure(train)}"
     if scale.relative(train) < rules.high_loss:
-        return Starvation(False, f"{is_now}, below {rules.high_loss:.0%} of the uninformed loss, {figure(scale.uninformed, 2)}")
+        return Starvation(False, f"{is_now}, below {rules.high_loss:.0%} of the uninformed loss, {figure(scale.uninformed)}")
     if overfits(state, rules):
-        return Starvation(False, f"it overfits: validation loss {figure(val, 3)}, training loss {figure(train, 3)}")
+        return Starvation(False, f"it overfits: validation loss {figure(val)}, training loss {figure(train)}")
     end, samples = projected_end(state), state.samples
     if samples is not None and (needed := samples_for_host(state, NOTHING, rules)) > samples:
-        return Starvation(False, f"{is_now}, and by its projected end, {figure(end, 3)}, it needs {needed:,.0f} samples")
+        return Starvation(False, f"{is_now}, and by its projected end, {figure(end)}, it needs {needed:,.0f} samples")
     if scale.relative(end) > rules.projected_loss:
-        return Starvation(True, f"{is_now} and going to end at about {figure(end, 3)}")
+        return Starvation(True, f"{is_now} and is projected to end at about {figure(end)}")
     if samples and state.host_load < samples:
-        return Starvation(True, f"{is_now}, and the data could teach more weights than it has")
-    return Starvation(False, f"its training loss is going to end at about {figure(end, 3)}")
+        return Starvation(True, f"{is_now}, and the data could teach more parameters than it has")
+    return Starvation(False, f"its training loss is projected to end at about {figure(end)}")
 
 
 def next_step(state: GrowthState, rules: HeuristicConfig) -> Starvation:
@@ -278,10 +278,10 @@ def next_step(state: GrowthState, rules: HeuristicConfig) -> Starvation:
     train, val = state.train_losses[-1], state.val_losses[-1]
     assert state.scale is not None
     if state.scale.relative(train) < rules.low_loss:
-        return Starvation(False, f"its training loss is {figure(train, 3)}, and a further step could not lower it by much")
+        return Starvation(False, f"its training loss is {figure(train)}, and a further step could not lower it by much")
     if gap(state) > rules.lost_share * (1 - state.scale.relative(train)):
-        return Starvation(False, f"what it learns does not carry over: validation loss {figure(val, 3)}, training loss {figure(train, 3)}")
-    return Starvation(True, f"its last seeds are kept, and its training loss is {figure(train, 3)}")
+        return Starvation(False, f"what it learns does not carry over: validation loss {figure(val)}, training loss {figure(train)}")
+    return Starvation(True, f"its last seeds are kept, and its training loss is {figure(train)}")
 
 
 def overfits(state: GrowthState, rules: HeuristicConfig) -> bool:
@@ -334,7 +334,7 @@ def has_stopped_falling(state: GrowthState, rules: HeuristicConfig) -> str:
         return ""
     before, now = losses[-1 - count], min(losses[-count:])
     if state.scale.relative(now) > (1 - rules.plateau_fall) * state.scale.relative(before):
-        return f"the training loss was {figure(before, 3)} {count} epochs ago and is {figure(losses[-1], 3)}"
+        return f"the training loss was {figure(before)} {count} epochs ago and is {figure(losses[-1])}"
     return ""
 
 
@@ -349,7 +349,7 @@ def has_jumped(state: GrowthState, rules: HeuristicConfig) -> str:
         return ""
     before = sorted(losses[-2 - count : -2])[count // 2]
     if state.scale.relative(min(losses[-2:])) > rules.data_change * state.scale.relative(before):
-        return f"the training loss has risen from {figure(before, 3)} to {figure(losses[-1], 3)}"
+        return f"the training loss has risen from {figure(before)} to {figure(losses[-1])}"
     return ""
 
 
@@ -398,10 +398,7 @@ def choose(state: GrowthState, rules: HeuristicConfig, *, longer_training: float
     left = state.scale.above_floor(state.train_losses)[-1]
     chosen, wider = NOTHING, set[str]()  # cost of the plan so far, and the units that it could widen in its slots
 
-    def rank(pair: tuple[SlotState, Candidate]) -> tuple[float, ...]:
-        return len(pair[1].widened), worth_at_the_end(pair[1], state), _speed(pair[1], state)
-
-    for slot, candidate in sorted(options, key=rank, reverse=True):
+    for slot, candidate in sorted(options, key=lambda pair: _rank(pair[1], state), reverse=True):
         gain = min(_worth(candidate, state) + candidate.rent, MOST_OF_THE_LOSS * left)
         # One seed per row of layers. A second one in width would lack the weights between both sets of new units, and one in depth would
         # see none of the new units.
@@ -412,6 +409,11 @@ def choose(state: GrowthState, rules: HeuristicConfig, *, longer_training: float
             chosen, wider = total([chosen, candidate.cost]), wider | reach
             plan[slot.place.name] = candidate
     return list(plan.items())
+
+
+def _rank(candidate: Candidate, state: GrowthState) -> tuple[float, ...]:
+    """Return the order of choice, the highest first: layers in a row, worth at the end, speed."""
+    return len(candidate.widened), worth_at_the_end(candidate, state), _speed(candidate, state)
 
 
 def _row_of(slot: SlotState) -> set[str]:
@@ -454,28 +456,43 @@ def _why_not(slot: SlotState, candidate: Candidate, chosen: Mapping[str, str], s
         return objection
     worth = _worth(candidate, state)
     if worth <= 0:
-        return f"an epoch of it would lower the loss by about {figure(worth + candidate.rent, 2)}, its rent is {figure(candidate.rent, 2)}"
-    if slot.place.name in chosen:
-        return f"{chosen[slot.place.name]} promises more in this slot"
+        return f"an epoch of it would lower the loss by about {figure(worth + candidate.rent)}, its rent is {figure(candidate.rent)}"
+    here = chosen.get(slot.place.name)
+    if here is not None and (why := _why_behind(candidate, next(one for one in slot.candidates if one.blueprint == here), state)):
+        return why
     is_beside = any(_row_of(other) & _row_of(slot) for other in state.slots if other.place.name in chosen)
     if not is_beside and (times := speed_over_longer_training(state, candidate)) < rules.longer_training:
         return (
             f"for the same FLOPs it would lower the loss {times:.1f} times as much as longer training; {rules.longer_training:g} are needed"
         )
-    spent = [(state_slot.candidates, chosen[state_slot.place.name]) for state_slot in state.slots if state_slot.place.name in chosen]
+    spent = [(other.candidates, chosen[other.place.name]) for other in state.slots if other.place.name in chosen and other is not slot]
     allowed = Allowance(state.seeds_left, state.parameters_left, state.flops_left)
     for candidates, blueprint in spent:
         allowed = allowed.after(next(other.cost for other in candidates if other.blueprint == blueprint))
     if refusal := allowed.refusal(candidate.cost):
         return refusal
+    if here is not None:
+        return f"{here} is chosen in this slot"
     if is_beside:
         return "another seed is chosen in this row of layers"
     return "what the chosen seeds leave of the loss would not pay its rent" if chosen else "the host is left alone, see the decision"
 
 
+def _why_behind(candidate: Candidate, chosen: Candidate, state: GrowthState) -> str:
+    """Return by which rule the chosen candidate comes before another one in its slot; empty if it does not."""
+    ours, theirs = _rank(candidate, state), _rank(chosen, state)
+    if ours >= theirs:
+        return ""
+    if ours[0] < theirs[0]:
+        return f"{chosen.blueprint} widens {counted(len(chosen.widened), 'layer')} in a row, this one {len(candidate.widened) or 'none'}"
+    if ours[1] < theirs[1]:
+        return f"{chosen.blueprint} is worth more at the end of the training: {figure(theirs[1])} after rent, this one {figure(ours[1])}"
+    return f"{chosen.blueprint} is worth as much at the end of the training, and learns faster"
+
+
 def _why(candidate: Candidate, state: GrowthState) -> str:
     gain = _worth(candidate, state) + candidate.rent
-    return f"an epoch of it would lower the loss by about {figure(gain, 3)}, and its rent is {figure(candidate.rent)}"
+    return f"an epoch of it would lower the loss by about {figure(gain)}, and its rent is {figure(candidate.rent)}"
 
 
 def _worthy(slot: SlotState, state: GrowthState, rules: HeuristicConfig) -> list[Candidate]:
@@ -521,7 +538,7 @@ def _objection(slot: SlotState, candidate: Candidate, state: GrowthState, rules:
         return "it was tried in this slot before"
     least = rules.least_share * state.host_cost.parameters / len(state.slots)
     if candidate.cost.parameters < least:
-        return f"its {candidate.cost.parameters:,} weights are too few to matter; {math.ceil(least):,} are the least"
+        return f"its {candidate.cost.parameters:,} parameters are too few to matter; {math.ceil(least):,} are the least"
     if state.added.flops and beside.flops + candidate.cost.flops > state.host_cost.flops + state.added.flops:
         return "it would more than double the FLOPs, which only a first step may"
     if state.samples is None:
@@ -533,7 +550,7 @@ def _objection(slot: SlotState, candidate: Candidate, state: GrowthState, rules:
         is_at_the_end = slot.place.flops_behind < LITTLE_BEHIND * state.host_cost.flops
         needed = candidate.load * (rules.evidence_at_the_end if is_at_the_end else rules.evidence)
         if needed > state.samples:
-            return f"too few data: its weights need {needed:,.0f} samples"
+            return f"too few data: its parameters need {needed:,.0f} samples"
     return None
 
 

@@ -4,7 +4,7 @@ A block is a submodule with layers inside whose output is one tensor. Containers
 searched for blocks; blocks are not. Outputs of the host, and places with nothing behind them, are not chosen by default, because a seed
 there would change the predictions directly. Only a last block with units inside that can be widened gets a slot, for seeds that widen them.
 If only a pool uses the output of a place, the slot is put after the pool, where a seed costs a fraction, unless the pool leaves a single
-position. `benchmarks/growth_places.py` compares the accuracy of both places.
+position. `benchmarks/growth/places.py` compares the accuracy of both places.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -33,9 +33,6 @@ from esper.growth.host.layout import Place
 from esper.growth.host.own_draws import SplitDraws
 from esper.growth.seeds.seed import Seed
 from esper.torch_internals import version_of
-
-if TYPE_CHECKING:
-    from esper.growth.seed_steps import OptimizerFollower
 
 Forward = Callable[..., Any]
 
@@ -194,6 +191,14 @@ def put_seeds_first(module: nn.Module) -> None:
         module._forward_hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
 
 
+class Follower(Protocol):
+    """Watches the training of a model for a grower; see `esper.growth.seed_steps.OptimizerFollower`."""
+
+    def watch_backward(self, output: Any) -> None: ...
+
+    def stop(self) -> None: ...
+
+
 class ModelPatch(ForwardPatch):
     """Patch of the forward of a whole model. It counts the samples of the calls with gradients, and lets a grower record and follow them.
 
@@ -204,7 +209,7 @@ class ModelPatch(ForwardPatch):
     def __init__(self) -> None:
         self.samples = 0  # in all calls with gradients since a grower last set it to 0
         self.recording: Callable[[], AbstractContextManager[None]] | None = None  # entered around every call with gradients
-        self.follower: OptimizerFollower | None = None  # of the active grower
+        self.follower: Follower | None = None  # of the active grower
         self._is_running = False  # a call of the model is under way
 
     def attach(self, module: nn.Module) -> None:

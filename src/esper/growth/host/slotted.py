@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from esper.display import Card, Displayed
 from esper.growth.config import GrowthError
+from esper.growth.host.averages import AveragedModel
 from esper.growth.host.default_slots import choose, with_last_blocks
 from esper.growth.host.discover import Announcer, Discovery, call, discover, weights_of
 from esper.growth.host.find_units import find_units
@@ -58,11 +59,8 @@ from esper.growth.seeds.folding import check_trained, fold as fold_seeds
 from esper.growth.seeds.seed import SPEC_KEY, Blending, Seed, SeedSpec
 from esper.growth.seeds.width import WidthSeed, kept_units, make_seed, next_order, why_not_removed
 from esper.runs.checkpoints import plain_name, plain_names
-from esper.text_table import aligned
+from esper.text_table import aligned, compact
 from esper.torch_internals import COMPILED_CALL, COMPILED_MODULE
-
-if TYPE_CHECKING:
-    from esper.growth.host.averages import AveragedModel
 
 # Models that were baked in this process -> the facts for their model cards, from the grower; None where there was no grower.
 FACTS_OF_BAKED: WeakKeyDictionary[nn.Module, Card | None] = WeakKeyDictionary()
@@ -339,8 +337,6 @@ class Slotted(Displayed):
 
     def averaged(self, decay: float = 0.999) -> AveragedModel:
         """Return a copy that holds a moving average of the weights and grows with this model. Call its `update()` after every step."""
-        from esper.growth.host.averages import AveragedModel  # it builds on this module
-
         return AveragedModel(self, decay)
 
     def remove(self) -> nn.Module:
@@ -511,7 +507,7 @@ def _costs(places: Mapping[str, Place]) -> list[tuple[str, ...]]:
     rows = [("output", *(blueprint.name for blueprint in blueprints))]
     for output, place in places.items():
         costs = [cost_of(blueprint, place) if blueprint in blueprints_for(place) else None for blueprint in blueprints]
-        rows.append((output, *(f"{_short(cost.parameters)} · {_short(cost.flops)}" if cost else "–" for cost in costs)))
+        rows.append((output, *(f"{compact(cost.parameters)} · {compact(cost.flops)}" if cost else "–" for cost in costs)))
     return rows
 
 
@@ -527,7 +523,7 @@ def _widths(places: Mapping[str, Place]) -> list[str]:
         place = places[names[0]]
         (units,) = widened_by(doubled, place)
         costs = [cost_of(doubled, place), cost_of(chain, place) if reason_against(chain, place) is None else None]
-        shown = [f"{_short(cost.parameters)} · {_short(cost.flops)}" if cost else "–" for cost in costs]
+        shown = [f"{compact(cost.parameters)} · {compact(cost.flops)}" if cost else "–" for cost in costs]
         number = f"{units.width} of {units.features_of(units.name)} features" if units.made else str(units.width)
         rows.append((" and ".join(units.producers), number, _few([reader.name for reader in units.readers]), _few(names), *shown))
     reasons: dict[str, list[str]] = {}
@@ -553,18 +549,6 @@ def _refused(places: Mapping[str, Place]) -> list[str]:
             refused.setdefault((", ".join(name for name in reasons if reasons[name] == reason), reason), []).append(output)
     lines = [f"{names} cannot grow in {', '.join(outputs)}: {reason}" for (names, reason), outputs in refused.items()]
     return ["\n".join(lines)] if lines else []
-
-
-def _short(number: int) -> str:
-    """Return a number with three significant digits and a unit.
-
-    >>> [_short(number) for number in (0, 999, 1192, 76_288, 2_500_000)]
-    ['0', '999', '1.19k', '76.3k', '2.5M']
-    """
-    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return str(number)
 
 
 @contextmanager

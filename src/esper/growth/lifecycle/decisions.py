@@ -195,7 +195,10 @@ def _execute(lifecycles: Lifecycles[AnyBackend], action: Action, state: SlotStat
         case Shrink():
             assert state.contribution is not None  # the gate has asked for it
             number, gain = slot.record.number, state.contribution.gain
-            lifecycles.emit(Shrunk.of(name, state.cost, gain, state.rent, number=number, epoch=lifecycles.epoch))
+            parameters, flops = state.cost.parameters, state.cost.flops
+            lifecycles.emit(
+                Shrunk.of(name, gain, parameters=parameters, flops=flops, rent=state.rent, number=number, epoch=lifecycles.epoch)
+            )
             lifecycles.shrink(name, action.reason)
 
 

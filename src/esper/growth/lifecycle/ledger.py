@@ -9,7 +9,6 @@ All tables of seeds are made here: one row per seed, or one row per blueprint. I
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
@@ -28,14 +27,13 @@ from esper.growth.events import (
     StageEntered,
     Unit,
 )
-from esper.growth.lifecycle.stages import Stage
+from esper.growth.lifecycle.legal_moves import Stage
 from esper.runs import Event
-from esper.text_table import aligned, figure
+from esper.text_table import NONE, aligned, figure, with_interval
 
 Row = tuple[str, ...]
-NONE = "–"
 
-LEDGER_HEADING = ("#", "slot", "blueprint", "born", "outcome", "cost of removal", "rent", "parameters", "why it ended so")
+LEDGER_HEADING = ("#", "slot", "blueprint", "born", "outcome", "cost of removal", "rent", "parameters", "why")
 ANALYTICS_HEADING = ("blueprint", "tried", "kept", "pruned", "rolled back", "mean cost of removal", "mean parameters")
 
 
@@ -269,7 +267,7 @@ def ledger_rows(seeds: Iterable[SeedRecord], *, is_short: bool = False) -> list[
             seed.blueprint,
             f"epoch {seed.born}",
             seed.outcome,
-            gain_in_words(seed.gain, seed.gain_low, seed.gain_high, is_short=is_short),
+            with_interval(seed.gain, seed.gain_low, seed.gain_high, is_short=is_short),
             figure(seed.rent),
             f"{seed.parameters:,}",
             seed.why,
@@ -285,20 +283,6 @@ def analytics_rows(seeds: Sequence[SeedRecord]) -> list[Row]:
         some = [seed for seed in seeds if seed.blueprint == name]
         gains = [seed.gain for seed in some if seed.outcome == "kept" and seed.gain is not None]
         counts = [str(sum(seed.outcome == outcome for seed in some)) for outcome in ("kept", "pruned", "rolled back")]
-        mean_gain = figure(sum(gains) / len(gains), sign="+") if gains else NONE
+        mean_gain = figure(sum(gains) / len(gains)) if gains else NONE
         rows.append((name, str(len(some)), *counts, mean_gain, f"{sum(seed.parameters for seed in some) / len(some):,.0f}"))
     return rows
-
-
-def gain_in_words(gain: float | None, low: float | None, high: float | None, *, is_short: bool = False) -> str:
-    """Return the cost of removing a seed as text, with its interval.
-
-    >>> gain_in_words(0.1, 0.05, 0.15), gain_in_words(0.1, 0.05, 0.15, is_short=True)
-    ('+0.1000 [+0.0500, +0.1500]', '+0.1000 ±0.0500')
-    """
-    if gain is None or low is None or high is None:
-        return "not measured"
-    if not math.isfinite(high - low):
-        return f"{figure(gain, sign='+')}, interval unknown"
-    middle = figure(gain, sign="+")
-    return f"{middle} ±{figure((high - low) / 2)}" if is_short else f"{middle} [{figure(low, sign='+')}, {figure(high, sign='+')}]"

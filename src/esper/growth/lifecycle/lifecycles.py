@@ -25,7 +25,7 @@ from esper.growth.lifecycle.history import History
 from esper.growth.lifecycle.ledger import Ledger
 from esper.growth.lifecycle.stages import LIVING, OCCUPIED, Contribution, Cost, Gradual, Stage, may_move
 from esper.growth.measure.contribution import Allowance, allowance, confidence_of_look, marginal_rent, total
-from esper.growth.measure.probe import Promises, capped
+from esper.growth.measure.promises import Promises, capped
 from esper.growth.seeds.blueprints import REGISTRY, Blueprint, cost_of, get_blueprint, options_for
 from esper.growth.seeds.seed import GATE_WIDTH
 from esper.growth.seeds.width import cost_between

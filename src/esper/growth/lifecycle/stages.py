@@ -25,47 +25,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_args, runtime_checkable
 
 from esper.growth.config import Curve, LifecycleConfig, RentConfig
 from esper.growth.events import Unit
 from esper.growth.lifecycle.governor import LossRange
+from esper.growth.lifecycle.legal_moves import LIVING as LIVING, MOVES as MOVES, OCCUPIED as OCCUPIED, Stage as Stage
 from esper.intervals import Interval
-from esper.text_table import figure
+from esper.text_table import figure, with_interval
 
 if TYPE_CHECKING:  # they import torch, which programs that only read a run do without
     from esper.gradients import GradientStats
     from esper.growth.host.layout import Place
     from esper.growth.lifecycle.ledger import SeedRecord
-
-
-class Stage(IntEnum):
-    """Stage of a slot or its seed. Checkpoints and observations hold the numbers, so they must not change."""
-
-    DORMANT = 0
-    GERMINATED = 1
-    TRAINING = 2
-    BLENDING = 3
-    HOLDING = 4
-    FOSSILIZED = 5
-    PRUNED = 6
-    EMBARGOED = 7
-
-
-MOVES: dict[Stage, frozenset[Stage]] = {
-    Stage.DORMANT: frozenset({Stage.GERMINATED}),
-    Stage.GERMINATED: frozenset({Stage.TRAINING, Stage.HOLDING, Stage.PRUNED}),
-    Stage.TRAINING: frozenset({Stage.BLENDING, Stage.PRUNED}),
-    Stage.BLENDING: frozenset({Stage.HOLDING, Stage.PRUNED}),
-    Stage.HOLDING: frozenset({Stage.BLENDING, Stage.FOSSILIZED, Stage.PRUNED}),
-    Stage.FOSSILIZED: frozenset({Stage.PRUNED}),  # only by `Shrink`
-    Stage.PRUNED: frozenset({Stage.EMBARGOED}),
-    Stage.EMBARGOED: frozenset({Stage.DORMANT}),
-}
-
-LIVING = frozenset({Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING})  # may still be pruned
-OCCUPIED = LIVING | {Stage.FOSSILIZED}  # the slot holds a seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +77,12 @@ class Contribution:
         """Describe the contribution with its interval.
 
         >>> Contribution(Interval(0.0731, 0.0544, 0.0918), epoch=8).in_words()
-        'removing it now would raise the loss by 0.0731 [0.0544, 0.0918]'
-        >>> Contribution(Interval(-0.01, -0.02, 0.005), epoch=8).in_words()
-        'removing it now would lower the loss by 0.0100 [-0.0050, 0.0200]'
+        'its cost of removal is 0.0731 [0.0544, 0.0918]'
         >>> Contribution(Interval(0.0731, 0.0544, 0.0918), epoch=8, unit="samples", count=360).in_words()
-        'removing it now would raise the loss by 0.0731 [0.0544, 0.0918] (360 samples)'
+        'its cost of removal is 0.0731 [0.0544, 0.0918] (360 samples)'
         """
-        gain = self.gain
-        # Where removal lowers the loss, say by how much: a positive number with a mirrored interval.
-        verb, ends = ("raise", (gain.low, gain.high)) if gain.estimate >= 0 else ("lower", (-gain.high, -gain.low))
         over = f" ({counted(self.count, self.unit)})" if self.count else ""
-        return f"removing it now would {verb} the loss by {figure(abs(gain.estimate))} [{figure(ends[0])}, {figure(ends[1])}]{over}"
+        return f"its cost of removal is {with_interval(self.gain.estimate, self.gain.low, self.gain.high)}{over}"
 
 
 def counted(count: int, unit: Unit) -> str:
@@ -359,7 +326,7 @@ def may_fossilize(slot: SlotState, rules: LifecycleConfig, *, epoch: int) -> Ans
     if slot.epochs_in_stage < rules.holding_epochs:
         return _refuse(f"it has been on probation for {slot.epochs_in_stage} of {rules.holding_epochs} epochs")
     if slot.contribution is None or slot.contribution.epoch != epoch:
-        return _refuse("its contribution has not been measured in this epoch")
+        return _refuse("its cost of removal has not been measured in this epoch")
     return Answer(slot.contribution.gain.estimate > 0, slot.contribution.in_words())
 
 
@@ -379,7 +346,7 @@ def may_shrink(slot: SlotState, *, epoch: int, refusal: str) -> Answer:
     if slot.stage is not Stage.FOSSILIZED:
         return _refuse(f"only a fossilized seed can be removed so, and this slot is {slot.stage.name}; prune a seed that is not kept")
     if slot.contribution is None or slot.contribution.epoch != epoch:
-        return _refuse("its contribution has not been measured in this epoch")
+        return _refuse("its cost of removal has not been measured in this epoch")
     if slot.contribution.gain.high >= slot.rent:
         return _refuse(f"{slot.contribution.in_words()}, and its rent is {figure(slot.rent)}")
     return _refuse(refusal) if refusal else Answer(True, slot.contribution.in_words())

@@ -17,9 +17,9 @@ would be too narrow.)
 Confidence. A seed is measured after every epoch once its shortest probation (`holding_epochs`) is over, so each interval is wider than that
 of a single look; see `confidence_of_look`.
 
-Shapley values (`esper.shapley`) divide the joint gain of several seeds among them. A contribution is measured beside all other seeds, so
-two seeds that do the same work each contribute nothing, although one of them is needed. The Shapley value of a seed is the mean of its gain
-over all orders in which the seeds could be added. With k seeds, up to 8, this takes 2^k evaluations, and the checks.
+Shapley values (`esper.growth.measure.shapley`) divide the joint gain of several seeds among them. A contribution is measured beside all
+other seeds, so two seeds that do the same work each contribute nothing, although one of them is needed. The Shapley value of a seed is the
+mean of its gain over all orders in which the seeds could be added. With k seeds, up to 8, this takes 2^k evaluations, and the checks.
 
 `search_alpha` compares the validation losses of one seed at several alphas.
 
@@ -46,8 +46,8 @@ from esper.growth.events import Unit
 from esper.growth.host.prefix_cache import PrefixCache
 from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.stages import Contribution, Cost, counted
+from esper.growth.measure.shapley import Solution, plan_orders, solve
 from esper.parallel import ALONE, Group
-from esper.shapley import Solution, plan_orders, solve
 from esper.statistics import LEAST_COUNT, Interval, effective_count, weighted_interval
 from esper.text_table import figure
 

@@ -49,6 +49,7 @@ from esper.gradients import unscaled
 from esper.growth.host.slots import Slot
 from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.stages import Cost, Stage
+from esper.growth.measure.promises import Key, Promises
 from esper.growth.seeds.blueprints import build_branch, cost_of, get_blueprint, live_parameters
 from esper.growth.seeds.learner import MakeOptimizer, Routes, SeedLearner, routes_of
 from esper.growth.seeds.width import CANDIDATE, WidthSeed
@@ -61,8 +62,6 @@ STEPS_ALONG = 32  # optimiser steps along the same gradient; a momentum of 0.9 i
 LEAST_ANSWERS = 2  # least number of steps per candidate; with one, signal and noise cannot be separated
 MOST_TIMES_THE_HOST = 4  # a candidate with more weights than this many hosts is not evaluated, unless it is small, see below
 LEAST_PARAMETERS = 2**22  # a portion may have this many parameters (16 MB) even if the host is smaller
-Key = tuple[str, str]  # slot, blueprint
-Promises = dict[Key, float]  # estimated fall of the loss per step
 MakeLearner = Callable[[str, nn.Module], SeedLearner]  # (slot, weights) -> learner as a seed in that slot would have
 
 
@@ -454,17 +453,6 @@ def clip_scale(squares: Tensor, steps: Tensor, max_norm: float | None, *, unit: 
     `max_norm` is given in units of the loss, as for seeds; `unit` is that unit.
     """
     return torch.ones_like(squares) if max_norm is None else (max_norm * unit / ((squares / steps).sqrt() + 1e-6)).clamp(max=1.0)
-
-
-def capped(promises: Promises, *, loss: float | None, steps: int) -> Promises:
-    """Reduce estimates so that the fall over `steps` steps never exceeds `loss`. The order of the candidates stays the same.
-
-    The model is an exponential decay: the fall per step is proportional to the loss that is left. `loss` is how far the loss can fall; if
-    it is unknown (None), the estimates stay as they are.
-    """
-    if loss is None or not 0 < loss < math.inf or steps < 1:
-        return promises
-    return {key: -math.expm1(-promise * steps / loss) * loss / steps for key, promise in promises.items()}
 
 
 class ProbeRunner:

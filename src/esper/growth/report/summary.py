@@ -25,11 +25,11 @@ from esper.growth.events import (
     TrialsCompared,
     TwinCompared,
 )
-from esper.growth.lifecycle.ledger import LEDGER_HEADING, NONE, Row, SeedRecord, ledger_rows
+from esper.growth.lifecycle.ledger import LEDGER_HEADING, Row, SeedRecord, ledger_rows
 from esper.growth.lifecycle.stages import OCCUPIED, Stage
 from esper.growth.report.story import Story, is_share, metric_in_words, restored_in_words
 from esper.runs import Event
-from esper.text_table import duration, figure
+from esper.text_table import NONE, added, counted, duration, figure, points
 
 if TYPE_CHECKING:  # it imports torch
     from esper.growth.lifecycle.lifecycles import Lifecycles
@@ -54,7 +54,7 @@ def headline(story: Story, twin: Story | None = None) -> str:
     if finished is None:
         last = story.epochs[-1]
         seeds = f"{counted(len(story.seeds), 'seed')} so far"
-        return f"not finished: epoch {last.epoch} of {began.epochs} · validation loss {figure(last.val_loss, 3)} · {seeds}"
+        return f"not finished: epoch {last.epoch} of {began.epochs} · validation loss {figure(last.val_loss)} · {seeds}"
     return result_in_words(finished, None if twin is None else twin.finished)
 
 
@@ -69,14 +69,14 @@ def training_card(
 ) -> Card:
     """Return a training in the user's own loop so far, for notebooks and for the model card of the baked model: figures, and all seeds."""
     losses, seeds, host = lifecycles.history.val_losses, lifecycles.ledger.seeds, lifecycles.host.parameters
-    added = lifecycles.added().parameters
+    more = lifecycles.added().parameters
     which, last = ("last", losses[-1:]) if restored is None else ("best", [restored.val_loss])
-    loss = [f"{figure(losses[0], 3)} → {figure(one, 3)}" for one in last]
+    loss = [f"{figure(losses[0])} → {figure(one)}" for one in last]
     figures = [
         ("epochs", str(lifecycles.epoch)),
         *((f"validation loss after the first and the {which} epoch", change) for change in loss),
         *((f"validation {name}", metric_in_words(name, value)) for name, value in metrics.items()),
-        ("parameters", f"{host + added:,} ({added / max(host, 1):+.1%} by seeds)"),
+        ("parameters", f"{host + more:,} ({added(more, host)} by seeds)"),
         ("rollbacks", str(lifecycles.governor.rollbacks)),
         ("controller", controller),
         ("optimiser", " and ".join(optimizers)),
@@ -87,13 +87,13 @@ def training_card(
 
 def trials_in_words(compared: TrialsCompared) -> str:
     """Return what came of trials in a line: "tried heuristic 0.412, branches 0.298; branches goes on (2.1 GFLOPs for the other)"."""
-    losses = ", ".join(f"{trial.name} {figure(trial.val_loss, 3)}" for trial in compared.trials)
+    losses = ", ".join(f"{trial.name} {figure(trial.val_loss)}" for trial in compared.trials)
     others = "the other" if len(compared.trials) == 2 else "the others"
-    return f"tried {losses}; {compared.chosen} goes on ({figure(compared.gflops_lost, 3)} GFLOPs for {others})"
+    return f"tried {losses}; {compared.chosen} goes on ({figure(compared.gflops_lost)} GFLOPs for {others})"
 
 
 def result_in_words(finished: GrowthFinished, twin: GrowthFinished | None = None) -> str:
-    """Return a line like "kept 2 of 5 seeds · validation loss 2.310 -> 0.371 · +8.3% parameters · +9.1% FLOPs · 0 rollbacks".
+    """Return a line like "kept 2 of 5 seeds · validation loss 2.3100 → 0.3710 · +8.3% parameters · +9.1% FLOPs".
 
     With a twin, the difference between the two losses comes first, because most of the fall since the start is due to ordinary training.
     """
@@ -101,22 +101,21 @@ def result_in_words(finished: GrowthFinished, twin: GrowthFinished | None = None
     verdict = "nothing is kept yet" if finished.why == "stopped" else "nothing was worth keeping"
     nothing = f"{verdict} ({tried} tried)" if finished.tried else "nothing was grown"
     kept = f"kept {finished.kept} of {tried}" if finished.kept else nothing
-    loss = figure(finished.val_loss, 3)
+    loss = figure(finished.val_loss)
     if twin is None:
-        first = [kept, f"validation loss {figure(finished.val_loss_before, 3)} -> {loss}"]
+        first = [kept, f"validation loss {figure(finished.val_loss_before)} → {loss}"]
     else:
         difference = twin.val_loss - finished.val_loss
-        gained = f"{figure(abs(difference))} {'below' if difference > 0 else 'above'} its twin's: {loss} against {figure(twin.val_loss, 3)}"
+        gained = f"{figure(abs(difference))} {'below' if difference > 0 else 'above'} its twin's: {loss} against {figure(twin.val_loss)}"
         first = [f"validation loss {gained if difference else f'{loss}, the same as its twin'}", kept]
     of_twin = {} if twin is None else twin.metrics
     against = {name: f" against {metric_in_words(name, of_twin[name])}" if name in of_twin else "" for name in finished.metrics}
-    parts = [
-        *first,
-        *(f"{name} {metric_in_words(name, value)}{against[name]}" for name, value in finished.metrics.items()),
-        f"{_share(finished.parameters_added, finished.parameters - finished.parameters_added)} parameters",
-        f"{_share(finished.flops_added, finished.flops - finished.flops_added)} FLOPs",
-        counted(finished.rollbacks, "rollback"),
-    ]
+    parts = [*first, *(f"validation {name} {metric_in_words(name, value)}{against[name]}" for name, value in finished.metrics.items())]
+    if finished.parameters_added:
+        parts.append(f"{added(finished.parameters_added, finished.parameters - finished.parameters_added)} parameters")
+        parts.append(f"{added(finished.flops_added, finished.flops - finished.flops_added)} FLOPs")
+    if finished.rollbacks:
+        parts.append(counted(finished.rollbacks, "rollback"))
     if finished.best_epoch is not None:
         parts.append(f"best state, after epoch {finished.best_epoch} of {finished.epoch}")
     if finished.why != "finished":
@@ -137,12 +136,13 @@ def tiles(story: Story, twin: Story | None = None) -> list[tuple[str, str]]:
     if twin is not None and twin.finished is not None and finished is not None:
         found.append((figure(finished.val_loss - twin.finished.val_loss, sign="+"), "validation loss against the twin"))
         if twin.compared is not None:
-            difference = f"{100 * twin.compared.accuracy_difference:+.2f} ±{_reach(twin.compared):.2f}"
-            found.append((difference, "points of test accuracy against the twin"))
+            compared = twin.compared
+            found.append((points(compared.accuracy_difference, compared.low, compared.high), "test accuracy against the twin"))
     found.append((figure(loss), "validation loss"))
     found += [(metric_in_words(name, value), f"validation {name}") for name, value in list(metrics.items())[:3]]
     found.append((f"{len(story.kept())} of {len(story.seeds)}", "seeds kept"))
-    found.append((_share(parameters - began.parameters, began.parameters), "parameters"))
+    more = f", {added(parameters - began.parameters, began.parameters)}" if parameters != began.parameters else ""
+    found.append((f"{parameters:,}", f"parameters{more}"))
     return found
 
 
@@ -154,15 +154,6 @@ def about_twin(story: Story, twin: Story | None) -> list[str]:
         "There is no twin, so it is unknown how much of the result is due to growth. A twin is the same training without growth: "
         "esper grow --twin."
     ]
-
-
-def counted(number: int, what: str) -> str:
-    """Return a number with its noun.
-
-    >>> counted(1, "seed"), counted(0, "seed")
-    ('1 seed', '0 seeds')
-    """
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 # Before, after, and the twin
@@ -182,23 +173,23 @@ class _Line:
         return (self.name, self._written(self.before), self._written(self.after), self._difference(self.after, self.before))
 
     def against(self, twin: _Line | None, compared: TwinCompared | None) -> Row:
-        """Return the cells with those of the same line of the twin, and the difference first."""
-        name, before, after, change = self.cells()
+        """Return the cells with the result of the same line of the twin, and the difference."""
+        before, after = self._written(self.before), self._written(self.after)
         if twin is None:
-            return (name, NONE, after, NONE, before, change)
+            return (self.name, after, NONE, NONE, before)
         difference = self._difference(self.after, twin.after)
         if self.name == TEST_ACCURACY and compared is not None:
-            difference = f"{100 * compared.accuracy_difference:+.2f} ±{_reach(compared):.2f} points"
-        return (name, difference, after, self._written(twin.after), before, change)
+            difference = points(compared.accuracy_difference, compared.low, compared.high)
+        return (self.name, after, self._written(twin.after), difference, before)
 
     def _difference(self, one: float | None, other: float | None) -> str:
         if one is None or other is None:
             return NONE
         match self.change:
             case "share":
-                return f"{one / other - 1:+.1%}" if other else NONE
+                return added(one - other, other) if other else NONE
             case "points":
-                return f"{100 * (one - other):+.2f} points"
+                return points(one - other)
         return figure(one - other, sign="+")
 
     def _written(self, value: float | None) -> str:
@@ -215,7 +206,7 @@ def comparison(story: Story, twin: Story | None = None) -> tuple[Row, list[Row]]
         return ("", "before", "after", "change"), [line.cells() for line in lines]
     others = {line.name: line for line in _lines(twin)}
     rows = [line.against(others.get(line.name), twin.compared) for line in lines]
-    return ("", "grown − never", "grown", "never grown", "before", "change"), rows
+    return ("", "grown", "its twin", "difference", "before"), rows
 
 
 def about_chance(twin: Story | None) -> list[str]:
@@ -226,8 +217,8 @@ def about_chance(twin: Story | None) -> list[str]:
     if compared is None or not _reach(compared):
         return ["This is one run: another random seed gives another difference, so compare several runs before you rely on it."]
     return [
-        f"One run on {counted(compared.samples, 'test sample')}: a difference in accuracy below {_reach(compared):.2f} points may be "
-        "chance, and another random seed gives another difference."
+        f"One run on {counted(compared.samples, 'test sample')}: a difference in test accuracy below {_reach(compared):.2f} points may be "
+        "chance. Another random seed gives another difference."
     ]
 
 
@@ -245,10 +236,10 @@ def _lines(story: Story) -> list[_Line]:
         _Line("validation loss", finished.val_loss_before, finished.val_loss, figure, "loss"),
         *_metric_lines(began.metrics, finished.metrics),
         *_test_lines(story.tested),
-        _Line("parameters", began.parameters, finished.parameters, "{:,}".format, "share"),
-        _Line("FLOPs per sample", began.flops, finished.flops, "{:,}".format, "share"),
-        _Line("training GFLOPs", None, finished.total_gflops, "{:,.1f}".format, "share"),
-        _Line("seconds", None, story.seconds, "{:.1f}".format, "share"),
+        _Line("parameters", began.parameters, finished.parameters, figure, "share"),
+        _Line("FLOPs per sample", began.flops, finished.flops, figure, "share"),
+        _Line("training GFLOPs", None, finished.total_gflops, partial(figure, decimals=2), "share"),
+        _Line("seconds", None, story.seconds, partial(figure, decimals=2), "share"),
     ]
 
 
@@ -268,10 +259,6 @@ def _test_lines(tested: FinalTest | None) -> list[_Line]:
     return lines
 
 
-def _share(added: int, whole: int) -> str:
-    return f"{added / max(whole, 1):+.1%}"
-
-
 # Results of the probe
 
 
@@ -287,7 +274,7 @@ def probe_rows(story: Story, *, is_complete: bool = False) -> list[Row]:
         probes = story.probes[: -_LAST_PROBES - 1 : -1]
         chosen = [(probe, slot, _best(promises)) for probe in probes for slot, promises in probe.promises.items()]
     return [
-        (str(probe.epoch), slot, blueprint, figure(promise, 5), _verdict(story, probe.epoch, slot, blueprint))
+        (str(probe.epoch), slot, blueprint, figure(promise), _verdict(story, probe.epoch, slot, blueprint))
         for probe, slot, candidates in chosen
         for blueprint, promise in candidates
     ]
@@ -305,7 +292,7 @@ def probe_in_words(probe: Probed) -> str:
     """Return one line with the best candidates of the best slots."""
     tops = [(slot, *_best(promises)[0]) for slot, promises in probe.promises.items() if promises]
     tops.sort(key=lambda top: -top[2])
-    shown = ", ".join(f"{figure(promise, 5)} with {blueprint} after {slot}" for slot, blueprint, promise in tops[:_BEST_PER_SLOT])
+    shown = ", ".join(f"{figure(promise)} with {blueprint} after {slot}" for slot, blueprint, promise in tops[:_BEST_PER_SLOT])
     return f"the probe estimates a fall of the loss per step of {shown}" if tops else "the probe found no candidate"
 
 
@@ -323,7 +310,7 @@ def rollback_rows(story: Story) -> list[Row]:
             str(back.epoch),
             f"epoch {back.to_epoch}",
             NONE if back.steps_lost is None else f"{back.steps_lost:,}",
-            NONE if back.seconds_lost is None else f"{back.seconds_lost:,.1f} s",
+            NONE if back.seconds_lost is None else f"{figure(back.seconds_lost, 1)} s",
             back.reason,
             ", ".join(back.embargoed),
             ", ".join(_protected(back)),
@@ -341,7 +328,7 @@ def about_rollbacks(story: Story) -> str:
     """Return how often the governor went back, and the cost of that."""
     steps = [back.steps_lost for back in story.rollbacks if back.steps_lost is not None]
     seconds = [back.seconds_lost for back in story.rollbacks if back.seconds_lost is not None]
-    lost = [counted(sum(steps), "step"), *([f"{sum(seconds):,.1f} s"] if seconds else [])] if steps else []
+    lost = [counted(sum(steps), "step"), *([f"{figure(sum(seconds), 1)} s"] if seconds else [])] if steps else []
     return f"{counted(len(story.rollbacks), 'rollback')}{', which cost ' + ' and '.join(lost) if lost else ''}."
 
 
@@ -380,19 +367,23 @@ def about_rent(story: Story, rent: RentConfig) -> list[str]:
 
 
 def _about_kept(seed: SeedRecord, rent: RentConfig) -> str:
-    surely = f", surely {figure(seed.gain_low)}" if seed.gain_low is not None and _sure_ratio(seed) > 0 else ""
-    costs = f"removing {seed.blueprint} after {seed.slot} would cost {figure(seed.gain or 0.0)}{surely}, for a rent of {figure(seed.rent)}"
+    who, gain = f"{seed.blueprint} after {seed.slot}", seed.gain or 0.0
     if _sure_ratio(seed) > 1:
-        return f"Among the kept seeds, {costs}, the least per rent; above {_scaled(rent, _sure_ratio(seed))} it would not surely have paid."
+        return (
+            f"Even the weakest of the kept seeds, {who}, pays: the lower end of its cost of removal, {figure(seed.gain_low)}, is "
+            f"{figure(_sure_ratio(seed), 1)} times its rent, {figure(seed.rent)}. At {_scaled(rent, _sure_ratio(seed))} it would not have "
+            "been kept."
+        )
+    costs = f"{who} has a cost of removal of {figure(gain)} and a rent of {figure(seed.rent)}"
     if _ratio(seed) > 1:
-        return f"Among the kept seeds, {costs}; above {_scaled(rent, _ratio(seed))} it would not have paid."
-    return f"{costs[0].upper()}{costs[1:]}: it does not pay for itself, and was kept all the same."
+        return f"The weakest of the kept seeds, {costs}. It would not pay at {_scaled(rent, _ratio(seed))}."
+    return f"The kept seed {costs}: it does not pay, and was kept all the same."
 
 
 def _about_pruned(seed: SeedRecord, rent: RentConfig) -> str:
     return (
-        f"Among the pruned seeds, {seed.blueprint} after {seed.slot} came nearest: removing it cost {figure(seed.gain or 0.0)}, for a rent "
-        f"of {figure(seed.rent)}; below {_scaled(rent, _ratio(seed))} it would have paid."
+        f"The best of the pruned seeds, {seed.blueprint} after {seed.slot}, had a cost of removal of {figure(seed.gain)} and a rent of "
+        f"{figure(seed.rent)}. It would have paid at {_scaled(rent, _ratio(seed))}."
     )
 
 
@@ -410,7 +401,7 @@ def _sure_ratio(seed: SeedRecord) -> float:
 def _scaled(rent: RentConfig, factor: float) -> str:
     """Return the settings of a rent that is `factor` times as high."""
     given: Sequence[tuple[str, float]] = [("rent.parameters", rent.parameters), ("rent.flops", rent.flops)]
-    return " and ".join(f"{name} {value * factor:.2g}" for name, value in given if value > 0)
+    return " and ".join(f"{name} = {value * factor:.2g}" for name, value in given if value > 0)
 
 
 # Progress during training
