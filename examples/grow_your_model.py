@@ -5,11 +5,11 @@ promises to fall, and keeps the seeds that contribute more than their rent.
 
     python examples/grow_your_model.py
 
-kept 2 of 2 seeds · validation loss 2.333 -> 0.117 · +146.7% parameters · +135.5% FLOPs · 0 rollbacks · AdamW, learning rate 0.01
-#  slot      blueprint     born     outcome  cost of removal             rent    parameters  why it ended so
-1  block1.3  wide_conv3x3  epoch 2  kept     +1.3903 [+0.9978, +1.7828]  0.0207  588         removing it now would raise the loss …
-2  block2.3  conv1x1       epoch 2  kept     +0.0578 [+0.0057, +0.1099]  0.0010  72          removing it now would raise the loss …
-test accuracy 95.2%; parameters 450 -> 1,110
+kept 2 of 2 seeds · validation loss 2.3330 → 0.0303 · 17.7× parameters · 18.2× FLOPs · best state, after epoch 23 of 25
+#  slot        blueprint        born     outcome  cost of removal          rent    parameters  why
+1  block1.3    widen_300_chain  epoch 2  kept     1.6178 [1.4848, 1.7503]  0.0148  4,776       its cost of removal is …
+2  block1.3#2  widen_25_chain   epoch 6  kept     0.0446 [0.0272, 0.0726]  0.0025  2,744       its cost of removal is …
+test accuracy 98.8%; parameters 450 -> 7,970
 """
 
 import tempfile
