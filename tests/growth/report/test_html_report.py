@@ -416,6 +416,12 @@ def test_the_charts_hold_the_numbers_of_run_and_twin() -> None:
     assert accuracy["percent"] is True
 
 
+def test_the_epoch_whose_state_was_kept_is_marked() -> None:
+    events = [replace(event, best_epoch=4) if isinstance(event, GrowthFinished) else event for event in eventful_run()]
+    loss, *_ = charts_of(render(summarise(events), None, title="run", rent=RentConfig()))
+    assert [mark["x"] for mark in loss["marks"] if mark["name"] == "best state, after epoch 4"] == [4]
+
+
 def test_gain_is_drawn_against_parameters_and_against_flops() -> None:
     events = eventful_run()
     grown = [replace(event, parameters=1_000 + event.epoch, flops=8_000 + event.epoch) if isinstance(event, EpochEnded) else event

@@ -186,7 +186,7 @@ def _about_gain(twin: Story | None) -> str:
 
 
 def _marks(story: Story) -> list[Mark]:
-    """Return the births and ends of the seeds, and the rollbacks."""
+    """Return the births and ends of the seeds, the rollbacks, and the epoch whose state was kept."""
     marks = [Mark(seed.born, f"germinated: {seed.blueprint} after {seed.slot}", "germinated", "germinated") for seed in story.seeds]
     colours = {"kept": "fossilized", "pruned": "pruned"}
     marks += [
@@ -194,9 +194,11 @@ def _marks(story: Story) -> list[Mark]:
         for seed in story.seeds
         if seed.ended is not None and seed.outcome in colours
     ]
-    return marks + [
+    marks += [
         Mark(back.epoch, f"rolled back to epoch {back.to_epoch}: {back.reason}", "rolled back", "trouble") for back in story.rollbacks
     ]
+    best = None if story.finished is None else story.finished.best_epoch
+    return marks if best is None else [*marks, Mark(best, f"best state, after epoch {best}", "best state", "ink")]
 
 
 def _planned(story: Story) -> float:
