@@ -63,7 +63,7 @@ ol.network li::before { background: var(--of, var(--paper)); border: 2px solid v
   height: 0.8rem; left: -0.45rem; position: absolute; top: 0.4rem; width: 0.8rem; box-sizing: border-box; }
 ol.network li.end::before { background: var(--soft); } ol.network li.empty, ol.network li.end { color: var(--soft); }
 ol.network .track { align-self: center; flex: 1 0 100%; height: 0.6rem; } ol.network .cost { margin-left: auto; }
-.grid { display: grid; gap: 0 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
+.grid { display: grid; gap: 0 1.5rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 24rem), 1fr)); }
 .hover { background: var(--panel); border: 1px solid var(--grid); border-radius: 6px; font-size: 0.8rem; padding: 0.3rem 0.6rem;
   pointer-events: none; position: absolute; top: 0; white-space: pre; }
 .hosts { display: grid; gap: 0.6rem; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }

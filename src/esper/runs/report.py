@@ -79,7 +79,7 @@ def report_of(run: Run) -> str:
         parts.append(section("Curves", in_grid(drawn_charts(run, charts))))
     elif own := drawn_charts(run, charts[:count], is_small=False):
         parts.append(section("Return", *own))
-    parts.append(section("Health", *_health(run)))
+    parts += [section("Health", *health)] if (health := _health(run)) else []
     parts += [section("Learner", in_grid(drawn_charts(run, charts[count:])))] if charts[count:] else []
     parts.append(_calibration_section(run))
     if rows := _evaluation_rows(run):
@@ -160,10 +160,10 @@ def _circumstances(run: Run) -> str:
 
 
 def _health(run: Run) -> list[str]:
-    """Return the diagnostics of the learner as a table; a sentence if there are none."""
+    """Return the diagnostics of the learner as a table; a sentence if there are none yet, nothing for a run without a learner."""
     found = lights(run.index)
     if not found:
-        return [f"<p>{'There was no update yet.' if run.kind in _TITLES else 'Its events have no diagnostics of a learner.'}</p>"]
+        return ["<p>There was no update yet.</p>"] if run.kind in _TITLES else []
     rows = [
         (light.name, figure(light.value, 3), {"green": "good", "yellow": "watch it", "red": "bad"}[light.colour], light.advice)
         for light in found
