@@ -2,13 +2,13 @@
 
 A controller is a policy that decides when and how a host grows. It begins as the heuristic, tries other steps now and then, and PPO makes
 those likelier that end better. The return of a life is how much lower its loss and rent are than those of the same host under the
-heuristic, in nats. In ten short rounds it learns how to help hosts whose trainings are so short that the heuristic hardly grows them.
+heuristic, in nats. With drawn steps it begins behind the heuristic, and within 16 short rounds it is level with it or ahead.
 
     python examples/train_a_controller.py
 
-round  1/10   32 lives so far  mean return +0.077 nats
-round 10/10  320 lives so far  mean return +0.460 nats
-learned on a host of 4-8-16 channels: kept 1 of 1 seed · validation loss 2.316 -> 0.068 · …
+round  1/16   32 lives so far  mean return -0.186 nats
+round 16/16  512 lives so far  mean return +0.060 nats
+learned on a host of 4-8-16 channels: kept 1 of 1 seed · validation loss 2.3165 → 0.0679 · …
 """
 
 import tempfile
