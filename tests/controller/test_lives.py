@@ -81,7 +81,7 @@ TWO_BLOCKS = msgspec.structs.replace(ONE_FLEET, domain=msgspec.structs.replace(C
 
 @dataclass
 class Collecting:
-    """Lives that also keep what they emit, every life, and the cases of the rows of every fleet."""
+    """Lives that keep their events, every life, and the cases in each row of every fleet."""
 
     lives: Lives
     events: list[Event] = field(default_factory=list)

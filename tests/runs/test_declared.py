@@ -43,7 +43,7 @@ SORTING = RunDeclared(run_kind="sorting", figures=FIGURES, total=4, unit="rounds
 def own_run(
     folder: Path, inversions: list[float], *, declared: RunDeclared | None = SORTING, seed: int = 0, has_ended: bool = True
 ) -> Path:
-    """Write a run as a loop of a user does."""
+    """Write a run as a user's own loop writes it."""
     folder.mkdir(parents=True)
     (folder / CONFIG).write_text(f"seed = {seed}\nmethod = {json.dumps(folder.parent.name)}\n")
     with EventLog(folder / EVENTS, run=folder.name) as log:

@@ -33,7 +33,7 @@ from esper.controller.features import HOST_WIDTH, OPTION, TARGET, Observation, V
 from esper.controller.turn import OPS, Step, Turn, steps_of
 from esper.growth.config import GrowthConfig, RentConfig
 from esper.growth.controllers.heuristic import Heuristic
-from esper.growth.controllers.lookahead import Lookahead
+from esper.growth.controllers.lookahead import Lookahead, seeds_of
 from esper.growth.lifecycle.stages import Action, Decision, Germinate, GrowthState, Trial
 from esper.rng import Streams
 
@@ -227,7 +227,7 @@ class Improved:
         at_once = tuple(one for one in decision.actions if not isinstance(one, Germinate))
         own, heuristic = Trial("learned", _germinations(turn.actions)), Trial("heuristic", _germinations(advised.actions))
         trials = decision.trials or (heuristic,)
-        if all(_seeds(own) != _seeds(trial) for trial in trials):
+        if all(seeds_of(own.actions) != seeds_of(trial.actions) for trial in trials):
             trials = (*trials, own)
         return replace(decision, actions=at_once, reason=f"tries {'; '.join(others)}", passed_over={}, trials=trials)
 
@@ -256,7 +256,3 @@ class Improved:
 
 def _germinations(actions: Sequence[Action]) -> tuple[Germinate, ...]:
     return tuple(action for action in actions if isinstance(action, Germinate))
-
-
-def _seeds(trial: Trial) -> set[tuple[str, str]]:
-    return {(action.slot, action.blueprint) for action in _germinations(trial.actions)}

@@ -210,7 +210,7 @@ def draw_round(config: ControllerConfig, *, round_number: int, seed: int) -> lis
 
 
 def draw_hosts(domain: DomainConfig, cell: Cell, count: int, *, hosts_per_twin: int, streams: Streams) -> tuple[DrawnHost, ...]:
-    """Draw hosts, each as often as a twin serves: its variant, its seeds, and both prices of its rent, in one of four the usual ones."""
+    """Draw hosts in groups that share a twin: the variant, the seeds and the rent of each group. One rent in four has the usual prices."""
     groups = math.ceil(count / hosts_per_twin)
     seeds, growth_seeds = (_draw_seeds(streams, groups, name) for name in ("host seeds", "growth seeds"))
     rng, of_prices = streams.numpy("variants"), streams.numpy("prices")

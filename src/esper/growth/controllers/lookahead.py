@@ -62,7 +62,7 @@ class Lookahead:
         trials.append(Trial("nothing"))
         for move in host_wide(state):
             actions = tuple(move.germinate(f"tried as {move.name}"))
-            if all(_what(actions) != _what(trial.actions) for trial in trials):
+            if all(seeds_of(actions) != seeds_of(trial.actions) for trial in trials):
                 trials.append(Trial(move.name, actions))
         return tuple(trials[: 1 + bool(grown) + self.rules.plans])
 
@@ -90,5 +90,6 @@ def host_wide(state: GrowthState) -> list[Move]:
     return [move for move in found if move.choices]
 
 
-def _what(actions: tuple[Any, ...]) -> set[tuple[str, str]]:
+def seeds_of(actions: tuple[Any, ...]) -> set[tuple[str, str]]:
+    """Return slot and blueprint of the seeds that these actions let germinate."""
     return {(action.slot, action.blueprint) for action in actions}

@@ -211,7 +211,7 @@ def _planned(story: Story) -> float:
 
 
 def _bar(left: float, right: float, colour: str, *, title: str = "", thin: bool = False) -> str:
-    """Return a piece of a bar between two shares of the width of its row."""
+    """Return the part of a bar from one share of its row's width to another."""
     left, right = (min(max(share, 0.0), 1.0) for share in (left, right))
     about = f' title="{escape(title)}"' if title else ""
     place = f"left:{100 * left:.2f}%;width:{100 * (right - left):.2f}%;background:var(--{colour})"
